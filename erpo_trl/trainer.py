@@ -160,7 +160,8 @@ class QueryRegularizationMixin:
         if not isinstance(dataset, Dataset):
             raise ValueError(
                 f"The {name} dataset is a `{type(dataset).__name__}`, which can't be scored ahead of training. "
-                "Add the scores as it is read: `erpo_trl.score_queries(dataset, model, tokenizer, span=..., mean_nll=...)`."
+                "Add the scores as it is read: `erpo_trl.score_queries(dataset, model, tokenizer, span=..., "
+                "mean_nll=...)`."
             )
         return scorer.score(dataset, name)
 
@@ -235,8 +236,8 @@ class QueryRegularizationMixin:
             raise ValueError(
                 f"{type(self.accelerator.unwrap_model(self.model)).__name__} looks positions up by column, and TRL "
                 "passes no position ids when it trains left-padded prompts: log-probs would be those of shifted "
-                f"positions (prompts of {min(lengths)} to {max(lengths)} tokens in {prompt_ids.size(1)} columns). Use a model "
-                "with rotary positions, or prompts of one length."
+                f"positions (prompts of {min(lengths)} to {max(lengths)} tokens in {prompt_ids.size(1)} columns). "
+                "Use a model with rotary positions, or prompts of one length."
             )
         ref_logps = torch.zeros(prompt_ids.shape, dtype=torch.float32)
         mask = torch.zeros(prompt_ids.shape, dtype=torch.bool)

@@ -48,7 +48,15 @@ def make_model(kind="llama", seed=0, **kwargs):
     common = {"vocab_size": 259, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
     if kind == "gpt2":
         config = GPT2Config(
-            n_embd=32, n_layer=2, n_head=4, n_positions=512, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0, **common, **kwargs
+            n_embd=32,
+            n_layer=2,
+            n_head=4,
+            n_positions=512,
+            resid_pdrop=0,
+            embd_pdrop=0,
+            attn_pdrop=0,
+            **common,
+            **kwargs,
         )
     else:
         config = {"llama": LlamaConfig, "qwen2": Qwen2Config}[kind](

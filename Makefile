@@ -1,0 +1,28 @@
+PYTHON ?= python3.11
+VENV := .venv
+RUN := $(VENV)/bin
+export HF_HUB_DISABLE_TELEMETRY ?= 1
+export TOKENIZERS_PARALLELISM ?= false
+
+.PHONY: train test test-fast lint clean
+
+# Trains the embedded model with ERPO: a model folder, logs and a figure under runs/tiny.
+train: $(VENV)/installed
+	$(RUN)/accelerate launch recipes/train_math.py --config recipes/configs/tiny.yaml
+
+test: $(VENV)/installed
+	OMP_NUM_THREADS=1 $(RUN)/python -m pytest -n 2
+
+test-fast: $(VENV)/installed
+	OMP_NUM_THREADS=1 $(RUN)/python -m pytest -n 2 -m "not slow"
+
+lint: $(VENV)/installed
+	$(RUN)/ruff check . && $(RUN)/ruff format --check .
+
+$(VENV)/installed: setup.cfg pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(RUN)/python -m pip install --quiet -c constraints.txt -e ".[test,plot,dev]"
+	touch $@
+
+clean:
+	rm -rf $(VENV) runs build *.egg-info

@@ -18,7 +18,7 @@ from datasets import Dataset, IterableDataset
 from huggingface_hub import ModelCard
 from torch import nn
 from trl import GRPOTrainer, RLOOTrainer
-from trl.models.utils import disable_gradient_checkpointing
+from trl.models.utils import disable_gradient_checkpointing, prepare_deepspeed
 from trl.trainer.utils import use_adapter
 
 from .config import ERPOConfig, ERPORLOOConfig
@@ -153,8 +153,16 @@ class QueryRegularizationMixin:
     @contextmanager
     def _reference(self):
         """The policy as it is now, ready for forwards outside the training loop."""
-        with preserved_random_states(), evaluation_mode(self.model), self.accelerator.autocast():
-            yield self.model, self.accelerator.device
+        engine = None
+        with preserved_random_states(), evaluation_mode(self.model):
+            if self.is_deepspeed_enabled:  # places the weights, and gathers them layer by layer under ZeRO-3
+                engine = prepare_deepspeed(self.model, self.accelerator)
+            try:
+                with self.accelerator.autocast():
+                    yield engine or self.model, self.accelerator.device
+            finally:
+                if engine is not None:
+                    engine.destroy()  # left alive, its hooks would break the later generation
 
     def _score(self, scorer: QueryScorer, dataset, name: str) -> Dataset:
         if not isinstance(dataset, Dataset):

@@ -13,11 +13,12 @@ from dataclasses import dataclass, field
 
 from accelerate import PartialState
 from rich.console import Console
-from train_math import RecipeArguments, load_training_set
+from train_math import RecipeArguments, load_training_set, parse
 from transformers import AutoTokenizer
 from trl import ModelConfig, TrlParser
 
 from erpo_trl import score_queries
+from erpo_trl.cards import push_scored, scored_dataset_card
 from erpo_trl.tiny import MODEL_PATH
 
 
@@ -38,7 +39,7 @@ class ScoreArguments:
 def main():
     parser = TrlParser((RecipeArguments, ScoreArguments, ModelConfig))
     parser.set_defaults_with_config(model_name_or_path=MODEL_PATH, dtype="float32")
-    recipe, args, model_args = parser.parse_args_and_config()
+    recipe, args, model_args = parse(parser)
     state = PartialState()
     console = Console(quiet=not state.is_main_process)
     tokenizer = AutoTokenizer.from_pretrained(model_args.model_name_or_path, revision=model_args.model_revision)
@@ -60,7 +61,11 @@ def main():
         batch_tokens=args.batch_tokens,
     )
     if state.is_main_process:
-        scored.push_to_hub(args.save_to) if args.push_to_hub else scored.save_to_disk(args.save_to)
+        if args.push_to_hub:
+            push_scored(scored, args.save_to, recipe.dataset_name)
+        else:
+            scored.save_to_disk(args.save_to)
+            scored_dataset_card(scored, recipe.dataset_name).save(f"{args.save_to}/README.md")
     console.print(f"{len(scored):,} scored prompts are in {args.save_to}: {scored[0]['ref_query_id']}")
 
 

@@ -8,6 +8,7 @@ Options come from the method (`erpo_trl/methods.py`), over it the YAML file, ove
 killed goes on from its last checkpoint in `output_dir`; `--resume_from_checkpoint false` starts over.
 """
 
+import difflib
 import json
 import os
 import sys
@@ -21,6 +22,7 @@ from trl import ModelConfig, TrlParser, get_peft_config, get_quantization_config
 from trl.rewards import get_soft_overlong_punishment
 
 from erpo_trl import ERPOConfig, ERPORLOOConfig, ERPORLOOTrainer, ERPOTrainer
+from erpo_trl.cards import before_after_evaluation
 from erpo_trl.evaluation import evaluate_model
 from erpo_trl.evaluation.benchmarks import load_benchmark
 from erpo_trl.evaluation.storage import write_text
@@ -66,7 +68,7 @@ def main():
     }[method.trainer]
     parser = TrlParser((RecipeArguments, config_class, ModelConfig))
     parser.set_defaults_with_config(model_name_or_path=MODEL_PATH, **method.options)
-    recipe, args, model_args = parser.parse_args_and_config()
+    recipe, args, model_args = parse(parser)
     if method.on_policy:
         check_on_policy(recipe.method, args)
     console = Console(quiet=args.process_index != 0)
@@ -110,19 +112,34 @@ def main():
     trainer.train(resume_from_checkpoint=last_checkpoint(args))
     after = evaluate(trainer, recipe, args, console)
 
-    # 6. Save: the model with its card, the log, a figure, the table
+    # 6. Save: the model with its card, the log, a figure, the table; publish
     trainer.save_model()
     trainer.save_state()
-    trainer.create_model_card(model_name=output_dir.name, dataset_name=hub_id(recipe.dataset_name))
+    about = {"dataset_name": hub_id(recipe.dataset_name), "method": recipe.method, "evaluations": []}
     if trainer.is_world_process_zero():
         plot(trainer.state.log_history, output_dir / "training.png", console)
     if before:
-        show(before, after, recipe.eval_benchmark or "arithmetic", console)
+        results = {"benchmark": recipe.eval_benchmark or "arithmetic", "before": before, "after": after}
+        show(before, after, results["benchmark"], console)
+        about["evaluations"] = [before_after_evaluation(results)]
         if trainer.is_world_process_zero():
-            write_text(output_dir / "before_after.json", json.dumps({"before": before, "after": after}, indent=1))
+            write_text(output_dir / "before_after.json", json.dumps(results, indent=1))
+    trainer.create_model_card(model_name=output_dir.name, **about)
     console.print(f"The model, its log and its figures are in {output_dir}.")
     if args.push_to_hub:
-        trainer.push_to_hub(dataset_name=hub_id(recipe.dataset_name))
+        trainer.push_to_hub(**about)
+
+
+def parse(parser) -> list:
+    """The parsed options; a mistyped one, in the file or on the command line, is refused with the nearest there is."""
+    *parsed, unknown = parser.parse_args_and_config(return_remaining_strings=True)
+    for option in unknown:
+        if option.startswith("--"):
+            near = difflib.get_close_matches(option, parser._option_string_actions, n=1)
+            raise ValueError(f"Unknown option {option}. {f'Did you mean {near[0]}?' if near else 'See --help.'}")
+    if unknown:
+        raise ValueError(f"These values belong to no option: {' '.join(unknown)}.")
+    return parsed
 
 
 def load_training_set(recipe, tokenizer, chat_template_kwargs, console):

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from conftest import make_model
 
 
 pytestmark = pytest.mark.slow
@@ -43,7 +44,8 @@ def cpu_config(name: str, tmp_path: Path, **changes) -> Path:
 def launch(tmp_path: Path, backend: str | None, changes: dict | None = None, **options) -> dict:
     """Run the worker on a back-end (`None`: one process) and return its report."""
     output = tmp_path / f"{backend}.json"
-    worker = [str(HERE / "train_worker.py"), str(output), str(backend), json.dumps(options)]
+    worker = [str(HERE / "train_worker.py"), str(output), str(backend), str(tmp_path / "model"), json.dumps(options)]
+    make_model("qwen2").save_pretrained(tmp_path / "model")
     command = [sys.executable, *worker]
     if backend:
         config = cpu_config(backend, tmp_path, **(changes or {}))
@@ -64,6 +66,15 @@ def check(report: dict, backend: str):
     assert report["fsdp"] == report["dtensors"] == (backend == "fsdp2")
     assert report["zero_stage"] == {"zero2": 2, "zero3": 3}.get(backend)
     assert report["partitioned"] == (backend == "zero3")
+
+
+@needs_deepspeed
+@pytest.mark.parametrize("flag", [True, False])
+def test_zero3_with_and_without_partitioned_loading(tmp_path, flag):
+    """The scoring at construction leaves nothing behind that breaks real generation."""
+    report = launch(tmp_path, "zero3", {"zero3_init_flag": flag}, per_device_train_batch_size=4, generate=True)
+    check(report, "zero3")
+    assert report["log"][0]["query_kl"] < 1e-6 < report["log"][-1]["query_kl"]
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -9,7 +9,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import torch  # noqa: E402
-from conftest import make_model, make_tokenizer  # noqa: E402
+from conftest import make_tokenizer  # noqa: E402
 
 
 def fsdp_on_cpu():
@@ -45,7 +45,7 @@ def reward(completion_ids, **kwargs):
     return [float(sum(ids) % 7) for ids in completion_ids]
 
 
-def main(output: str, backend: str, options: str):
+def main(output: str, backend: str, model: str, options: str):
     if backend == "fsdp2":
         fsdp_on_cpu()
     from datasets import Dataset
@@ -61,7 +61,6 @@ def main(output: str, backend: str, options: str):
 
         peft_config = LoraConfig(r=4, target_modules=["q_proj", "v_proj"])
     generate = options.pop("generate", False)
-    model = options.pop("model", None)
     args = ERPOConfig(
         output_dir=f"{output}.run",
         use_cpu=True,
@@ -79,7 +78,7 @@ def main(output: str, backend: str, options: str):
         **options,
     )
     trainer = ERPOTrainer(
-        model or make_model("qwen2"), reward, args, dataset, processing_class=make_tokenizer(), peft_config=peft_config
+        model, reward, args, dataset, processing_class=make_tokenizer(), peft_config=peft_config
     )
     if not generate:
         fixed_completions(trainer)

@@ -2,7 +2,8 @@
 From a forward pass to prompt-token log-probs: ℓ(q) = Σ_t log P(x_t | x_<t) (arXiv 2608.23311, §4 and Appendix F).
 
 Besides the trainers, the one module that leans on TRL's internals. What it uses was read from TRL 1.16.0:
-`GRPOTrainer._tokenize_prompts`, and `add_fused_lm_head` with `model(..., labels=..., fused_lm_head=True).log_probs`.
+`GRPOTrainer._tokenize_prompts`, `add_fused_lm_head` with `model(..., labels=..., fused_lm_head=True).log_probs`, and
+the width of that head's tiles, `_CHUNKED_LOGPROB_CHUNK_SIZE`.
 """
 
 import random
@@ -145,14 +146,32 @@ def score_token_ids(
         input_ids[row, :length] = fed
         attention_mask[row, :length] = 1
         labels[row, span.start : length] = fed[span.start :]
-    outputs = model(
-        input_ids=input_ids.to(device),
-        attention_mask=attention_mask.to(device),
-        labels=labels.to(device),
-        fused_lm_head=True,
-    )
+    with _narrow_tiles(device):
+        outputs = model(
+            input_ids=input_ids.to(device),
+            attention_mask=attention_mask.to(device),
+            labels=labels.to(device),
+            fused_lm_head=True,
+        )
     log_probs = outputs.log_probs[:, 1 - input_ids.size(1) :].float().cpu().numpy()  # (B, T-1)
     return [log_probs[row, span.start - 1 : length - 1] for row, length in enumerate(lengths)]
+
+
+@contextmanager
+def _narrow_tiles(device: torch.device):
+    """
+    On CPU, TRL's LM head in tiles narrow enough for the cache: without Triton it goes over each tile of logits several
+    times. TRL's own width, made for GPUs, takes 2 to 4 times as long there and several times the memory.
+    """
+    from trl.trainer import utils
+
+    width = utils._CHUNKED_LOGPROB_CHUNK_SIZE
+    if torch.device(device).type == "cpu":
+        utils._CHUNKED_LOGPROB_CHUNK_SIZE = 1024
+    try:
+        yield
+    finally:
+        utils._CHUNKED_LOGPROB_CHUNK_SIZE = width
 
 
 @contextmanager
@@ -215,8 +234,8 @@ def has_learned_absolute_positions(model: nn.Module) -> bool:
     """
     Whether the model (GPT-2, GPT-Neo, …) looks positions up in a table by column, whatever the attention mask.
 
-    Such a model gives other log-probs to a left-padded row, since TRL 1.16 passes no position ids when it trains. OPT
-    and its kin count positions by the attention mask (their table has a class of its own) and are right.
+    Such a model gives other log-probs to a left-padded row, since TRL 1.16 passes no position ids when it trains. Of
+    those whose table has a class of its own (BioGPT, XGLM, BART, …), OPT counts by the attention mask and is right.
     """
     config = model.config.get_text_config()
     n_positions = getattr(config, "max_position_embeddings", None)  # GPT-2's `n_positions` is mapped to it
@@ -224,5 +243,7 @@ def has_learned_absolute_positions(model: nn.Module) -> bool:
         type(module) is nn.Embedding
         and module.num_embeddings == n_positions
         and module is not model.get_input_embeddings()
+        or "PositionalEmbedding" in type(module).__name__
+        and config.model_type != "opt"
         for module in model.modules()
     )

@@ -5,6 +5,7 @@ Reference scores of the prompts: `ℓ_θ0` once over the training set, before RL
 without scores.
 """
 
+import copy
 import json
 import os
 import tempfile
@@ -100,11 +101,12 @@ class ScoreCache:
         for part in self.folder.glob("*.npz"):
             try:
                 with np.load(part) as arrays:
-                    keys, lengths, logps = arrays["keys"], arrays["lengths"], arrays["logps"]
+                    splits = np.split(arrays["logps"], np.cumsum(arrays["lengths"])[:-1])
+                    scores |= dict(zip(map(bytes, arrays["keys"]), splits, strict=True))
             except FileNotFoundError:  # another process has just compacted the folder
                 continue
-            splits = np.split(logps, np.cumsum(lengths)[:-1])
-            scores.update(zip(map(bytes, keys), splits, strict=True))
+            except Exception as error:  # zipfile, zlib and numpy have each their own for a damaged file
+                logger.warning(f"The score file {part} is damaged ({error!r}): its prompts are scored again.")
         return scores
 
     def add(self, scores: dict[bytes, np.ndarray]) -> Path:
@@ -185,7 +187,12 @@ class QueryScorer:
         columns = self._columns(logps, totals)
         fingerprint = _digest(f"{dataset._fingerprint} {self.identity}".encode())
         scores = Dataset(datasets.table.InMemoryTable(columns), fingerprint=fingerprint)
-        return datasets.concatenate_datasets([dataset, scores], axis=1)
+        scored = datasets.concatenate_datasets([dataset, scores], axis=1, split=dataset.split)
+        kept = dataset.format  # dropped by the concatenation
+        if kept["type"] is not None:
+            columns = [*kept["columns"], *SCORE_COLUMNS]
+            scored.set_format(kept["type"], columns, kept["output_all_columns"], **kept["format_kwargs"])
+        return scored
 
     def score_stream(self, dataset: IterableDataset, name: str = "train") -> IterableDataset:
         """`dataset` with the score columns, scored as it is read, by the process that reads it."""
@@ -299,7 +306,7 @@ class QueryScorer:
                     fresh |= dict(zip(batch, scored, strict=True))
                     if turn + rank < len(batches):
                         cache.add(dict(zip(batch, scored, strict=True)))
-                    progress.update(sum(len(prompts[row]) for row in rows))
+                    progress.update(sum(len(prompts[by_key[key]]) for b in batches[turn : turn + world] for key in b))
             for part in gather_object([fresh]) if world > 1 else [fresh]:
                 known |= part
             if rank == 0 and distributed:
@@ -377,9 +384,14 @@ def _check_finite(scored: list[np.ndarray], rows: Sequence[int], name: str):
             )
 
 
+# Entries of a model's config that no log-prob depends on
+_NOT_THE_MODEL = ("_name_or_path", "transformers_version", "architectures", "dtype", "use_cache")
+
+
 def weights_hash(model: nn.Module) -> str:
-    """A hash of a module's parameters and buffers: names, dtypes, shapes and values, over all processes' shards."""
-    digest = xxhash.xxh3_128()
+    """A hash of a module's config, parameters and buffers, over all processes' shards."""
+    config = {k: v for k, v in model.config.to_dict().items() if k not in _NOT_THE_MODEL}
+    digest = xxhash.xxh3_128(json.dumps(config, sort_keys=True, default=str).encode())
     for name, tensor in sorted(model.state_dict(keep_vars=True).items()):
         tensor = getattr(tensor, "ds_tensor", tensor)  # ZeRO-3 keeps this process's part there
         tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
@@ -447,9 +459,17 @@ class Reference:
         from transformers import AutoConfig
 
         self.temperature = temperature
+        dtype = str(dtype).removeprefix("torch.") if dtype is not None else None
+        if dtype is not None and not isinstance(getattr(torch, dtype, None), torch.dtype):
+            raise ValueError(f"`dtype` must be a torch dtype or the name of one, such as 'bfloat16', got {dtype!r}.")
         if isinstance(model, nn.Module):
             self.model, self.config = model, model.config
             self.name, self.dtype = weights_hash(model), forward_dtype(model)
+            if dtype not in (None, self.dtype):
+                raise ValueError(
+                    f"`dtype={dtype!r}` is for a model given by name, and this module computes in {self.dtype}: "
+                    f"convert it first, `model.to(torch.{dtype})`."
+                )
             return
         self.model, self.path = None, model
         self.init_kwargs = dict(init_kwargs or {})
@@ -458,7 +478,11 @@ class Reference:
         )
         is_folder = os.path.isdir(model)
         self.name = files_hash(Path(model)) if is_folder else f"{model}@{self.config._commit_hash}"
-        self.dtype = str(dtype or self.config.dtype or torch.float32).removeprefix("torch.")
+        told_elsewhere = ("revision", "trust_remote_code", "device_map")
+        loading = {k: v for k, v in self.init_kwargs.items() if k not in told_elsewhere}
+        if loading:  # a quantization, other rotary frequencies, ...
+            self.name += "+" + _digest(json.dumps(loading, sort_keys=True, default=str).encode())[:16]
+        self.dtype = dtype or str(self.config.dtype or torch.float32).removeprefix("torch.")
 
     @contextmanager
     def __call__(self):
@@ -546,9 +570,17 @@ def score_queries(
 
     if query_scope not in ("query", "prompt"):
         raise ValueError(f"`query_scope` must be 'query' or 'prompt', got {query_scope!r}.")
+    if not temperature > 0:
+        raise ValueError(f"`temperature` must be above 0, got {temperature}.")
     query_weight(torch.tensor([-1.0]), None, weight_min, weight_max)  # the clip range is checked before any work
+    if isinstance(model, os.PathLike):
+        model = os.fspath(model)
     if tokenizer is None:
         tokenizer = model if isinstance(model, str) else model.config._name_or_path
+        if not tokenizer:
+            raise ValueError("The model does not say where its tokenizer is: pass the trainer's as `tokenizer`.")
+    if isinstance(model, nn.Module) and isinstance(dataset, (IterableDataset, IterableDatasetDict)):
+        model = copy.deepcopy(model)  # a stream is read, and scored, while training changes the original
     if isinstance(tokenizer, str):
         tokenizer = AutoTokenizer.from_pretrained(tokenizer, revision=revision)
     tokenizing = {
@@ -589,7 +621,8 @@ def score_splits(scorer: QueryScorer, dataset, name: str = "train"):
         return scorer.score_stream(dataset, name)
     if isinstance(dataset, Dataset):
         return scorer.score(dataset, name)
-    if scorer.identity.mean_nll is None and "train" not in dataset:
+    identity = scorer.identity
+    if None in (identity.start, identity.mean_nll, identity.weight_mean) and "train" not in dataset:
         raise ValueError(
             f"The dataset has the splits {', '.join(map(repr, dataset))} and no 'train': the span and the mean come "
             "from the training set. Name one of them 'train', or score one split at a time."

@@ -124,7 +124,7 @@ class PromptScoringModel:
 
 @torch.no_grad()
 def score_token_ids(
-    model: Callable, prompts: Sequence[np.ndarray], span: QuerySpan, device: torch.device
+    model: Callable, device: torch.device, prompts: Sequence[np.ndarray], span: QuerySpan
 ) -> list[np.ndarray]:
     """
     Log-probs (float32, nats) of the scored tokens of each prompt, from one forward without gradient.

@@ -8,11 +8,11 @@ without scores.
 import copy
 import json
 import os
-import tempfile
 import uuid
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import datasets
@@ -111,14 +111,14 @@ class ScoreCache:
 
     def add(self, scores: dict[bytes, np.ndarray]) -> Path:
         self.folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=self.folder, suffix=".tmp", delete=False) as file:
+        part = self.folder / f"{uuid.uuid4().hex}.npz"
+        with open(part.with_suffix(".tmp"), "wb") as file:
             np.savez(
                 file,
                 keys=np.frombuffer(b"".join(scores), dtype=np.uint8).reshape(len(scores), -1),
                 lengths=np.array([len(logps) for logps in scores.values()]),
                 logps=np.concatenate(list(scores.values())),
             )
-        part = self.folder / f"{uuid.uuid4().hex}.npz"
         os.replace(file.name, part)
         return part
 
@@ -143,8 +143,8 @@ class QueryScorer:
 
     Args:
         reference (`Callable`):
-            Returns a context manager over `(model, device)`: the reference, ready for forwards. Only entered when
-            there is something to score.
+            Returns a context manager over `score(prompts, span)`, [`score_token_ids`] under the reference. Only
+            entered when there is something to score.
         tokenize (`Callable`):
             Prompts (strings or conversations) to lists of token ids, as the trainer does it.
         identity (`ScoreIdentity`):
@@ -155,6 +155,8 @@ class QueryScorer:
             Padded tokens per forward.
         cache_dir (`Path`, *optional*):
             Defaults to [`default_cache_dir`].
+        main_process_only (`bool`):
+            Whether the other processes have no reference to score with.
     """
 
     def __init__(
@@ -165,6 +167,7 @@ class QueryScorer:
         max_length: int | None = None,
         batch_tokens: int = 4096,
         cache_dir: str | Path | None = None,
+        main_process_only: bool = False,
     ):
         self.reference = reference
         self.tokenize = tokenize
@@ -172,6 +175,7 @@ class QueryScorer:
         self.max_length = max_length
         self.batch_tokens = batch_tokens
         self.cache_dir = Path(cache_dir) if cache_dir is not None else default_cache_dir()
+        self.main_process_only = main_process_only
         self._known = (None, {})  # (scores_key, scores): the cache in memory
 
     def score(self, dataset: Dataset, name: str = "train") -> Dataset:
@@ -290,23 +294,24 @@ class QueryScorer:
         by_key = dict(zip(reversed(keys), reversed(range(len(prompts))), strict=True))  # the first row of each prompt
         state = PartialState()
         rank, world = (state.process_index, state.num_processes) if distributed else (0, 1)
+        workers = 1 if self.main_process_only else world
         cache = ScoreCache(self.cache_dir / self.identity.scores_key())
         known = self._load(cache, rank, world)
         missing = sorted((key for key in by_key if key not in known), key=lambda key: -len(prompts[by_key[key]]))
         if missing:
-            batches = self._batches(missing, [len(prompts[by_key[key]]) for key in missing], world)
+            batches = self._batches([(key, by_key[key], len(prompts[by_key[key]])) for key in missing], workers)
             fresh = {}
-            with self.reference() as (model, device), self._progress(batches, prompts, by_key, name, rank) as progress:
-                # Every process makes as many forwards as the others: a sharded model needs them all in each
-                for turn in range(0, len(batches), world):
-                    batch = batches[min(turn + rank, len(batches) - 1)]
-                    rows = [by_key[key] for key in batch]
-                    scored = score_token_ids(model, [prompts[row] for row in rows], self.identity.span, device)
-                    _check_finite(scored, rows if indices is None else [indices[row] for row in rows], name)
-                    fresh |= dict(zip(batch, scored, strict=True))
-                    if turn + rank < len(batches):
-                        cache.add(dict(zip(batch, scored, strict=True)))
-                    progress.update(sum(len(prompts[by_key[key]]) for b in batches[turn : turn + world] for key in b))
+            if rank < workers:
+                with self.reference() as score, self._progress(batches, name, rank) as progress:
+                    # Every process makes as many forwards as the others: a sharded model needs them all in each
+                    for turn in range(0, len(batches), workers):
+                        keys_, rows, _ = zip(*batches[min(turn + rank, len(batches) - 1)], strict=True)
+                        scored = score([prompts[row] for row in rows], self.identity.span)
+                        _check_finite(scored, rows if indices is None else [indices[row] for row in rows], name)
+                        fresh |= dict(zip(keys_, scored, strict=True))
+                        if turn + rank < len(batches):
+                            cache.add(dict(zip(keys_, scored, strict=True)))
+                        progress.update(sum(n for batch in batches[turn : turn + workers] for *_, n in batch))
             for part in gather_object([fresh]) if world > 1 else [fresh]:
                 known |= part
             if rank == 0 and distributed:
@@ -320,19 +325,22 @@ class QueryScorer:
             self._known = self.identity.scores_key(), (broadcast_object_list(found) if world > 1 else found)[0]
         return self._known[1]
 
-    def _batches(self, keys: list[bytes], lengths: list[int], world: int) -> list[list[bytes]]:
-        """Longest first, so that padding is little and memory peaks at the start; some work for every process."""
-        budget = min(self.batch_tokens, -(-sum(lengths) // world))
+    def _batches(self, prompts: list[tuple[bytes, int, int]], workers: int) -> list[list[tuple[bytes, int, int]]]:
+        """
+        (key, row, tokens) of each prompt in batches, longest first, so that padding is little and memory peaks at the
+        start; some work for every process.
+        """
+        budget = min(self.batch_tokens, -(-sum(length for *_, length in prompts) // workers))
         batches, start = [], 0
-        while start < len(keys):
-            n_rows = max(1, budget // lengths[start])
-            batches.append(keys[start : start + n_rows])
+        while start < len(prompts):
+            n_rows = max(1, budget // prompts[start][2])
+            batches.append(prompts[start : start + n_rows])
             start += n_rows
         return batches
 
-    def _progress(self, batches: list, prompts: list, by_key: dict, name: str, rank: int) -> tqdm:
+    def _progress(self, batches: list, name: str, rank: int) -> tqdm:
         return tqdm(
-            total=sum(len(prompts[by_key[key]]) for batch in batches for key in batch),
+            total=sum(length for batch in batches for *_, length in batch),
             desc=f"Scoring {name} prompts",
             unit="tok",
             unit_scale=True,
@@ -389,7 +397,17 @@ _NOT_THE_MODEL = ("_name_or_path", "transformers_version", "architectures", "dty
 
 
 def weights_hash(model: nn.Module) -> str:
-    """A hash of a module's config, parameters and buffers, over all processes' shards."""
+    """
+    A hash of a module's config, parameters and buffers: over all processes' shards where it is sharded, else those of
+    the main process (under FSDP, the others may have loaded none).
+    """
+    sharded = any(hasattr(p, "ds_tensor") or hasattr(p, "to_local") for p in model.parameters())
+    own = _own_weights_hash(model) if sharded or PartialState().is_main_process else None
+    shards = [shard for shard in gather_object([own]) if shard]
+    return (shards[0] if len(shards) == 1 else _digest("".join(shards).encode()))[:16]
+
+
+def _own_weights_hash(model: nn.Module) -> str:
     config = {k: v for k, v in model.config.to_dict().items() if k not in _NOT_THE_MODEL}
     digest = xxhash.xxh3_128(json.dumps(config, sort_keys=True, default=str).encode())
     for name, tensor in sorted(model.state_dict(keep_vars=True).items()):
@@ -397,8 +415,7 @@ def weights_hash(model: nn.Module) -> str:
         tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
         digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
         digest.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
-    shards = gather_object([digest.hexdigest()])
-    return shards[0][:16] if len(set(shards)) == 1 else _digest("".join(shards).encode())[:16]
+    return digest.hexdigest()
 
 
 def files_hash(folder: Path) -> str:
@@ -495,7 +512,7 @@ class Reference:
                     self.path, dtype=getattr(torch, self.dtype), **self.init_kwargs
                 )
             with evaluation_mode(self.model), fused_lm_head(self.model, self.temperature):
-                yield self.model, self.model.device
+                yield partial(score_token_ids, self.model, self.model.device)
 
 
 def score_queries(
@@ -526,7 +543,7 @@ def score_queries(
     scored, JSON: reference weights, tokenizer with chat template, dtype, temperature, scope and span, s̄, clip range).
     Rows and their order are kept; equal prompts are scored once. Scores are cached by all of the above and by prompt:
     a second call makes no forward, an interrupted one goes on from its last batch. Under `accelerate launch` each
-    process scores its share. The global random states are left as they were.
+    process scores its share, so all of them must make the call. The global random states are left as they were.
 
     Args:
         dataset (`Dataset`, `DatasetDict`, `IterableDataset` or `IterableDatasetDict`):
@@ -570,6 +587,11 @@ def score_queries(
 
     if query_scope not in ("query", "prompt"):
         raise ValueError(f"`query_scope` must be 'query' or 'prompt', got {query_scope!r}.")
+    if span is not None and (query_scope == "prompt" or span[0] < 1 or span[1] < 0):
+        raise ValueError(
+            f"`span` is for `query_scope='query'`: at least 1 token dropped at the start and 0 at the end, got {span} "
+            f"with `query_scope={query_scope!r}`."
+        )
     if not temperature > 0:
         raise ValueError(f"`temperature` must be above 0, got {temperature}.")
     query_weight(torch.tensor([-1.0]), None, weight_min, weight_max)  # the clip range is checked before any work
@@ -603,7 +625,7 @@ def score_queries(
     if span is None and query_scope == "prompt":
         span = (1, 0)
     if span is not None:
-        identity = replace(identity, start=max(1, span[0]), end=span[1])
+        identity = replace(identity, start=span[0], end=span[1])
     scorer = QueryScorer(
         reference,
         prompt_tokenizer(tokenizer, **tokenizing),

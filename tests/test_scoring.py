@@ -404,7 +404,7 @@ def test_no_logits_of_rows_by_tokens_by_vocabulary():
     model = wide_model(vocab)
     prompts = [np.arange(1, length + 1, dtype=np.int32) + row for row in range(rows)]
     with fused_lm_head(model, 1.0), LargestTensor() as largest:
-        logps = score_token_ids(model, prompts, QuerySpan(), torch.device("cpu"))
+        logps = score_token_ids(model, torch.device("cpu"), prompts, QuerySpan())
     # Tiles of some of the vocabulary at most
     assert largest.numel < rows * (length - 1) * vocab / 2
     with LargestTensor() as naive:

@@ -31,7 +31,7 @@ def prompt_response_nlls(
     with evaluation_mode(model), fused_lm_head(model, temperature=1.0):
         for start in range(0, len(order), batch_size):
             batch = order[start : start + batch_size]
-            scored = score_token_ids(model, [sequences[i] for i in batch], QuerySpan(), model.device)
+            scored = score_token_ids(model, model.device, [sequences[i] for i in batch], QuerySpan())
             for i, logps in zip(batch, scored, strict=True):
                 split = len(prompts[i]) - 1
                 nlls[:, i] = -logps[:split].sum(dtype=np.float64), -logps[split:].sum(dtype=np.float64)

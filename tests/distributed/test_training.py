@@ -68,6 +68,11 @@ def check(report: dict, backend: str):
     assert report["partitioned"] == (backend == "zero3")
 
 
+@pytest.fixture(scope="module")
+def one(tmp_path_factory) -> dict:
+    return launch(tmp_path_factory.mktemp("one"), None, per_device_train_batch_size=12)
+
+
 @needs_deepspeed
 @pytest.mark.parametrize("flag", [True, False])
 def test_zero3_with_and_without_partitioned_loading(tmp_path, flag):
@@ -77,11 +82,18 @@ def test_zero3_with_and_without_partitioned_loading(tmp_path, flag):
     assert report["log"][0]["query_kl"] < 1e-6 < report["log"][-1]["query_kl"]
 
 
+@needs_deepspeed
+def test_lora_under_zero3_with_checkpointing(tmp_path):
+    """The reference is the model as it is when training starts: Query-KL is 0 there, and moves after."""
+    report = launch(tmp_path, "zero3", per_device_train_batch_size=4, gradient_checkpointing=True, lora=True)
+    check(report, "zero3")
+    assert report["log"][0]["query_kl"] < 1e-9 < 1e-7 < report["log"][-1]["query_kl"]
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("gradient_checkpointing", [False, True])
-def test_two_processes_give_the_numbers_of_one(tmp_path, backend, gradient_checkpointing):
+def test_two_processes_give_the_numbers_of_one(tmp_path, one, backend, gradient_checkpointing):
     """6 rows a process and twice 2 of them accumulated: a group of 8 lies on both."""
-    one = launch(tmp_path, None, per_device_train_batch_size=12)
     two = launch(tmp_path, backend, per_device_train_batch_size=6, gradient_checkpointing=gradient_checkpointing)
     check(two, backend)
     assert two["scores"] == pytest.approx(one["scores"], abs=1e-4)

@@ -77,9 +77,7 @@ def main(output: str, backend: str, model: str, options: str):
         query_kl_coef=1.0,
         **options,
     )
-    trainer = ERPOTrainer(
-        model, reward, args, dataset, processing_class=make_tokenizer(), peft_config=peft_config
-    )
+    trainer = ERPOTrainer(model, reward, args, dataset, processing_class=make_tokenizer(), peft_config=peft_config)
     if not generate:
         fixed_completions(trainer)
     trainer.train()

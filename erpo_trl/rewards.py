@@ -174,7 +174,8 @@ _INTEGER = re.compile(r"-?(?:0|[1-9][0-9]{0,30})")
 
 def _at_sight(answer: str, gold: str) -> bool | None:
     """The verdict where no parser is needed: two plain integers. None where one is."""
-    if _INTEGER.fullmatch(answer.strip()) and _INTEGER.fullmatch(gold.strip()):
+    answer, gold = answer.strip(), gold.strip()  # `int` accepts other surrounding characters than `strip` removes
+    if _INTEGER.fullmatch(answer) and _INTEGER.fullmatch(gold):
         return int(answer) == int(gold)
     return None
 

@@ -408,3 +408,10 @@ def test_number_of_workers(monkeypatch):
     assert rewards._default_workers() == 16
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "50")
     assert rewards._default_workers() == 4
+
+
+@pytest.mark.parametrize("code", [*range(32), 0x7F, 0x85, 0xA0, 0x2028, 0x3000, 0xFEFF])
+def test_control_characters_around_an_integer(code):
+    """`str.strip` and `int` disagree about what surrounds a number."""
+    assert verify(f"{chr(code)}7", "7") in (True, False)
+    assert verify(f"7{chr(code)}", "8") is False

@@ -61,8 +61,9 @@ def test_the_command_line_wins_over_the_method(launch, tmp_path, capsys):
 
 
 @pytest.mark.slow
-def test_score_once_then_train_without_scoring(launch, tmp_path, capsys):
-    launch("score_queries", config=None, save_to=tmp_path / "scored")
+@pytest.mark.parametrize("options", [{}, {"device_map": "auto"}])
+def test_score_once_then_train_without_scoring(launch, tmp_path, options):
+    launch("score_queries", config=None, save_to=tmp_path / "scored", **options)
     scored = load_from_disk(str(tmp_path / "scored"))
     assert {"prompt", "solution", "ref_query_logps", "ref_query_id"} <= set(scored.column_names)
     for part in (tmp_path / "scores").rglob("*.npz"):

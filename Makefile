@@ -4,7 +4,7 @@ RUN := $(VENV)/bin
 export HF_HUB_DISABLE_TELEMETRY ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: train test test-fast lint clean
+.PHONY: train test test-fast lint docs clean
 
 # Trains the embedded model with ERPO: a model folder, logs and a figure under runs/tiny.
 train: $(VENV)/installed
@@ -18,6 +18,13 @@ test-fast: $(VENV)/installed
 
 lint: $(VENV)/installed
 	$(RUN)/ruff check . && $(RUN)/ruff format --check .
+
+MODULES := erpo_trl erpo_trl.evaluation erpo_trl.tiny '!erpo_trl.tiny.build' $(filter-out erpo_trl._% \
+	erpo_trl.evaluation._%,$(subst /,.,$(basename $(wildcard erpo_trl/*.py erpo_trl/evaluation/*.py))))
+
+# The API reference, under docs/api.
+docs: $(VENV)/installed
+	$(RUN)/python -W error::UserWarning -m pdoc -d google -o docs/api $(MODULES)
 
 $(VENV)/installed: setup.cfg pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)

@@ -23,6 +23,7 @@ import xxhash
 from accelerate import PartialState
 from accelerate.utils import broadcast_object_list, gather_object
 from datasets import Dataset, DatasetDict, IterableDataset, IterableDatasetDict
+from huggingface_hub import try_to_load_from_cache
 from torch import nn
 from tqdm.auto import tqdm
 
@@ -491,15 +492,21 @@ class Reference:
         self.model, self.path = None, model
         self.init_kwargs = dict(init_kwargs or {})
         self.config = AutoConfig.from_pretrained(
-            model, **{k: v for k, v in self.init_kwargs.items() if k in ("revision", "trust_remote_code")}
+            model, **{k: v for k, v in self.init_kwargs.items() if k in ("revision", "trust_remote_code", "cache_dir")}
         )
-        is_folder = os.path.isdir(model)
-        self.name = files_hash(Path(model)) if is_folder else f"{model}@{self.config._commit_hash}"
-        told_elsewhere = ("revision", "trust_remote_code", "device_map")
+        self.name = files_hash(Path(model)) if os.path.isdir(model) else f"{model}@{self._commit()}"
+        told_elsewhere = ("revision", "trust_remote_code", "device_map", "cache_dir")
         loading = {k: v for k, v in self.init_kwargs.items() if k not in told_elsewhere}
         if loading:  # a quantization, other rotary frequencies, ...
             self.name += "+" + _digest(json.dumps(loading, sort_keys=True, default=str).encode())[:16]
         self.dtype = dtype or str(self.config.dtype or torch.float32).removeprefix("torch.")
+
+    def _commit(self) -> str:
+        """The commit of the Hub model, from where its config was just put in the Hub cache."""
+        config = try_to_load_from_cache(
+            self.path, "config.json", self.init_kwargs.get("cache_dir"), self.init_kwargs.get("revision")
+        )
+        return Path(config).parent.name
 
     @contextmanager
     def __call__(self):

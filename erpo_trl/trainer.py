@@ -11,16 +11,19 @@ import textwrap
 from collections import Counter, defaultdict
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import torch
 from datasets import Dataset, IterableDataset
 from huggingface_hub import ModelCard
 from torch import nn
+from transformers.utils.hub import hf_api
 from trl import GRPOTrainer, RLOOTrainer
 from trl.models.utils import disable_gradient_checkpointing, prepare_deepspeed
 from trl.trainer.utils import use_adapter
 
+from . import cards
 from .config import ERPOConfig, ERPORLOOConfig
 from .query_kl import k3, query_kl
 from .query_likelihood import (
@@ -29,6 +32,7 @@ from .query_likelihood import (
     evaluation_mode,
     has_learned_absolute_positions,
     preserved_random_states,
+    score_token_ids,
 )
 from .scoring import (
     SCORE_COLUMNS,
@@ -99,15 +103,15 @@ class QueryRegularizationMixin:
             self._query_identity = scorer.identity
         if self.eval_dataset is None:
             return
-        splits = self.eval_dataset if isinstance(self.eval_dataset, dict) else {"eval": self.eval_dataset}
+        named = isinstance(self.eval_dataset, dict)
+        splits = dict(self.eval_dataset) if named else {"eval": self.eval_dataset}
         for name, dataset in splits.items():
             if _is_scored(dataset, name):
                 self._check_identity(_one_identity(dataset, name), self._query_identity, dataset, name)
             else:
                 scorer = scorer or self._scorer(replace(self._query_identity, model=""))
                 splits[name] = self._score(scorer, dataset, name)
-        if not isinstance(self.eval_dataset, dict):
-            self.eval_dataset = splits["eval"]
+        self.eval_dataset = splits if named else splits["eval"]
 
     def _expected_identity(self) -> ScoreIdentity:
         """What scores must have been made with to be used here; model and dtype are judged by the numbers."""
@@ -148,21 +152,26 @@ class QueryRegularizationMixin:
             identity,
             max_length=model_positions(self.model.config),
             batch_tokens=self.args.query_score_batch_tokens,
+            main_process_only=self.is_fsdp_enabled,  # only there are the weights sure to be loaded
         )
 
     @contextmanager
     def _reference(self):
-        """The policy as it is now, ready for forwards outside the training loop."""
-        engine = None
-        with preserved_random_states(), evaluation_mode(self.model):
+        """The policy as it is now, ready to score outside the training loop."""
+        model, device, home = self.model, self.accelerator.device, self.model.device
+        with preserved_random_states(), evaluation_mode(model):
             if self.is_deepspeed_enabled:  # places the weights, and gathers them layer by layer under ZeRO-3
-                engine = prepare_deepspeed(self.model, self.accelerator)
+                model = prepare_deepspeed(model, self.accelerator)
+            elif self.is_fsdp_enabled:  # which leaves the weights where they were loaded until training starts
+                model.to(device)
             try:
                 with self.accelerator.autocast():
-                    yield engine or self.model, self.accelerator.device
+                    yield partial(score_token_ids, model, device)
             finally:
-                if engine is not None:
-                    engine.destroy()  # left alive, its hooks would break the later generation
+                if self.is_deepspeed_enabled:
+                    model.destroy()  # left alive, its hooks would break the later generation
+                elif self.is_fsdp_enabled:
+                    model.to(home)
 
     def _score(self, scorer: QueryScorer, dataset, name: str) -> Dataset:
         if not isinstance(dataset, Dataset):
@@ -440,37 +449,72 @@ class QueryRegularizationMixin:
         self._query_sums[mode].clear()
         super().log(logs, start_time)
 
-    # Model card
+    # Model card, and what is uploaded with it
 
-    def create_model_card(self, *args, **kwargs):
-        super().create_model_card(*args, **kwargs)
-        path = Path(self.args.output_dir) / "README.md"
+    def create_model_card(self, model_name=None, dataset_name=None, tags=None, method=None, evaluations=()):
+        """
+        The card of what really ran, in `output_dir`.
+
+        Args:
+            model_name (`str`, *optional*), dataset_name (`str`, *optional*), tags (`str` or `list[str]`, *optional*):
+                As for `GRPOTrainer`; a dataset that is not on the Hub is left out.
+            method (`str`, *optional*):
+                The recipe's name for the run, such as `"dapo_erpo"`.
+            evaluations (`list`):
+                What [`cards.before_after_evaluation`], [`cards.report_evaluation`], [`cards.find_evaluations`] return.
+        """
+        args, init = self.args, getattr(self.args, "model_init_kwargs", None) or {}
+        if not (args.query_kl_coef > 0 or args.use_query_weight):  # then it is the base trainer that ran
+            self._name, self._paper, self._tag_names = super()._name, super()._paper, super()._tag_names
+        dataset = cards.hub_repo(dataset_name)
+        super().create_model_card(model_name or Path(args.output_dir).resolve().name, dataset, tags)
         if not self.is_world_process_zero():
             return
-        card = ModelCard.load(path)
-        before, marker, after = card.content.partition("### Framework versions")
-        card.content = before + self._card_section() + marker + after
-        card.save(path)
+        path = Path(args.output_dir) / "README.md"
+        base_model = cards.hub_model(self.model.config._name_or_path, init.get("revision"), init.get("cache_dir"))
+        cards.complete_model_card(
+            ModelCard.load(path),
+            self._card_rows(method, dataset, base_model),
+            base_model,
+            dataset,
+            hasattr(self.model, "peft_config"),
+            evaluations,
+        ).save(path)
 
-    def _card_section(self) -> str:
+    def _card_rows(self, method: str | None, dataset: str | None, base_model: tuple[str, str] | None) -> dict:
         args = self.args
-        weight = (
-            f"clipped to [{args.query_weight_min}, {args.query_weight_max}]" if args.use_query_weight else "not used"
-        )
-        return textwrap.dedent(
-            f"""\
-            ### Query-side regularization
+        weight = f"clipped to [{args.query_weight_min}, {args.query_weight_max}]"
+        if args.query_weight_normalize:
+            weight += ", divided by its mean"
+        rows = {
+            "Method": f"`{method}`" if method else self._name,
+            "Query-KL coefficient α": args.query_kl_coef,
+            "Query-KL estimator, level": f"{args.query_kl_estimator}, {args.query_kl_level}",
+            "Query scope": args.query_scope,
+            "Query weight": weight if args.use_query_weight else "not used",
+            "Policy-KL coefficient β": args.beta,
+            "Base model": "{}, revision `{}`".format(*base_model) if base_model else "not on the Hub",
+            "Training set": dataset or "not on the Hub",
+        }
+        if isinstance(self.train_dataset, Dataset):
+            rows["Training set"] += f", {len(self.train_dataset):,} rows"
+        if self._uses_queries:
+            rows["Score identity"] = f"`{self._query_identity}`"
+        return rows | {"Optimizer steps": self.state.global_step, "Completions per prompt": args.num_generations}
 
-            | | |
-            |---|---|
-            | Query-KL coefficient α | {args.query_kl_coef} |
-            | Query-KL estimator, level | {args.query_kl_estimator}, {args.query_kl_level} |
-            | Query scope | {args.query_scope} |
-            | Query weight | {weight} |
-            | Policy-KL coefficient β | {args.beta} |
+    def init_hf_repo(self, *args, **kwargs):
+        for config in getattr(self.model, "peft_config", {}).values():
+            cards.check_adapter_base(config.base_model_name_or_path)
+        super().init_hf_repo(*args, **kwargs)
 
-            """
-        )
+    def push_to_hub(self, *args, **kwargs):
+        """`Trainer.push_to_hub`, but of the files of [`cards.PUBLISHED_FILES`] only."""
+        with cards.only_published_files(hf_api()):
+            return super().push_to_hub(*args, **kwargs)
+
+    def _push_from_checkpoint(self, checkpoint_folder):
+        with cards.only_published_files(hf_api()):
+            super()._push_from_checkpoint(checkpoint_folder)
 
 
 def _times_rows(advantages: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:

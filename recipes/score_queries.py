@@ -1,8 +1,8 @@
 """
 Score the training prompts of a model once, and keep the result: a folder, or a dataset on the Hub.
 
-    python recipes/score_queries.py --model_name_or_path Qwen/Qwen2.5-Math-7B --dataset_name nlile/hendrycks-MATH-benchmark \
-        --min_level 3 --max_prompt_length 1024 --save_to scored/math-7b
+    python recipes/score_queries.py --model_name_or_path Qwen/Qwen2.5-Math-7B \
+        --dataset_name nlile/hendrycks-MATH-benchmark --min_level 3 --max_prompt_length 1024 --save_to scored/math-7b
     accelerate launch recipes/train_math.py --config recipes/configs/qwen2.5-math-7b.yaml --dataset_name scored/math-7b
 
 The data options are those of `train_math.py`. Under `accelerate launch` every process scores its share; with
@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 from accelerate import PartialState
 from rich.console import Console
-from train_math import RecipeArguments, load_training_set, parse
+from train_math import RecipeArguments, hub_id, load_training_set, parse
 from transformers import AutoTokenizer
 from trl import ModelConfig, TrlParser
 
@@ -62,10 +62,10 @@ def main():
     )
     if state.is_main_process:
         if args.push_to_hub:
-            push_scored(scored, args.save_to, recipe.dataset_name)
+            push_scored(scored, args.save_to, hub_id(recipe.dataset_name))
         else:
             scored.save_to_disk(args.save_to)
-            scored_dataset_card(scored, recipe.dataset_name).save(f"{args.save_to}/README.md")
+            scored_dataset_card(scored, hub_id(recipe.dataset_name)).save(f"{args.save_to}/README.md")
     console.print(f"{len(scored):,} scored prompts are in {args.save_to}: {scored[0]['ref_query_id']}")
 
 

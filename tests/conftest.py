@@ -1,4 +1,4 @@
-"""Small random models and a byte-level tokenizer, made on the spot: nothing is downloaded."""
+"""No network, no noise; a score cache and a Hub cache of the test's own."""
 
 import os
 
@@ -9,69 +9,7 @@ os.environ.setdefault("TQDM_DISABLE", "1")
 os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
 
 import pytest  # noqa: E402
-import torch  # noqa: E402
-
-
-CHAT_TEMPLATE = (
-    "{% for message in messages %}<s>{{ message['role'] }}: {{ message['content'] }}</s>{% endfor %}"
-    "{% if add_generation_prompt %}<s>assistant: {% endif %}"
-)
-
-
-def make_tokenizer(chat_template=CHAT_TEMPLATE, add_bos=False):
-    """One token per byte, and `<s>`, `</s>`, `<pad>`."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
-    from transformers import PreTrainedTokenizerFast
-
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    vocab = {token: i for i, token in enumerate(["<pad>", "<s>", "</s>", *alphabet])}
-    backend = Tokenizer(models.BPE(vocab=vocab, merges=[]))
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    backend.decoder = decoders.ByteLevel()
-    if add_bos:
-        backend.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
-    return PreTrainedTokenizerFast(
-        tokenizer_object=backend,
-        bos_token="<s>",
-        eos_token="</s>",
-        pad_token="<pad>",
-        padding_side="left",
-        chat_template=chat_template,
-    )
-
-
-def make_model(kind="llama", seed=0, **kwargs):
-    """A causal LM of two layers with logits spread enough that its log-probs tell tokens apart."""
-    from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, Qwen2Config
-
-    torch.manual_seed(seed)
-    common = {"vocab_size": 259, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
-    if kind == "gpt2":
-        config = GPT2Config(
-            n_embd=32,
-            n_layer=2,
-            n_head=4,
-            n_positions=512,
-            resid_pdrop=0,
-            embd_pdrop=0,
-            attn_pdrop=0,
-            **common,
-            **kwargs,
-        )
-    else:
-        config = {"llama": LlamaConfig, "qwen2": Qwen2Config}[kind](
-            hidden_size=32,
-            intermediate_size=64,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            max_position_embeddings=512,
-            initializer_range=0.2,
-            **common,
-            **kwargs,
-        )
-    model = AutoModelForCausalLM.from_config(config)
-    return model.float().eval()
+from helpers import COMMIT, make_tokenizer  # noqa: E402
 
 
 @pytest.fixture
@@ -84,3 +22,18 @@ def cache(tmp_path, monkeypatch):
     """A score cache of the test's own."""
     monkeypatch.setenv("ERPO_TRL_CACHE", str(tmp_path / "scores"))
     return tmp_path / "scores"
+
+
+@pytest.fixture
+def hub_cache(tmp_path, monkeypatch):
+    """A Hub cache in which the embedded model is `org/base`."""
+    import shutil
+
+    from erpo_trl.tiny import MODEL_PATH
+
+    repo = tmp_path / "hub" / "models--org--base"
+    (repo / "refs").mkdir(parents=True)
+    (repo / "refs" / "main").write_text(COMMIT)
+    shutil.copytree(MODEL_PATH, repo / "snapshots" / COMMIT)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    return tmp_path / "hub"

@@ -10,8 +10,8 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parent))
 
 import torch  # noqa: E402
-from conftest import make_tokenizer  # noqa: E402
 from datasets import Dataset  # noqa: E402
+from helpers import make_tokenizer  # noqa: E402
 from trl import GRPOConfig, GRPOTrainer  # noqa: E402
 
 from erpo_trl import ERPOConfig, ERPOTrainer  # noqa: E402

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import make_model
+from helpers import make_model
 
 
 pytestmark = pytest.mark.slow

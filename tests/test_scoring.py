@@ -12,8 +12,8 @@ from contextlib import contextmanager
 import numpy as np
 import pytest
 import torch
-from conftest import CHAT_TEMPLATE, make_model, make_tokenizer
 from datasets import Dataset, DatasetDict, IterableDatasetDict, Value, load_dataset
+from helpers import CHAT_TEMPLATE, make_model, make_tokenizer
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, BioGptConfig, LlamaConfig, OPTConfig, XGLMConfig
 
@@ -29,7 +29,7 @@ from erpo_trl.scoring import SCORE_COLUMNS, ScoreIdentity
 
 
 QUESTIONS = ["What is 1+1?", "Compute 22*3.", "hi", "What is 1+1?", "Solve x+4=9 now", "7-5"]
-# With the byte-level tokenizer and the template of conftest: "<s>" + "user: " before, "</s><s>assistant: " after
+# With the byte-level tokenizer and the template of helpers: "<s>" + "user: " before, "</s><s>assistant: " after
 N_BEFORE, N_AFTER = 1 + len("user: "), 2 + len("assistant: ")
 
 
@@ -338,7 +338,7 @@ def fed_rows(model):
 
 
 def number_of_bos(setup, prompt):
-    """`<s>` opens each turn in the template of conftest, and the answer; a BOS comes once before them, if at all."""
+    """`<s>` opens each turn in the template of helpers, and the answer; a BOS comes once before them, if at all."""
     if "tools" in setup:
         return 0
     if isinstance(prompt, str):
@@ -914,3 +914,16 @@ def test_identity_is_readable_and_an_unknown_one_is_refused(cache, tokenizer):
     for text in ("v0", "{}", '{"model": 1, "other": 2}', None):
         with pytest.raises(ValueError, match="Score the dataset again"):
             ScoreIdentity.parse(text)
+
+
+def test_a_model_by_its_hub_id(hub_cache, cache):
+    """The identity has the Hub id and the commit, and the scores are the folder's."""
+    from helpers import COMMIT
+
+    from erpo_trl.tiny import MODEL_PATH
+
+    dataset = Dataset.from_dict({"prompt": ["What is 1 + 1?", "Compute 2 + 3."]})
+    by_name = score_queries(dataset, "org/base")
+    assert json.loads(by_name[0]["ref_query_id"])["model"] == f"org/base@{COMMIT}"
+    by_folder = score_queries(dataset, MODEL_PATH)
+    assert by_name["ref_query_logps"][:] == by_folder["ref_query_logps"][:]

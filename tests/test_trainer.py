@@ -6,8 +6,8 @@ import math
 
 import pytest
 import torch
-from conftest import make_model, make_tokenizer
 from datasets import Dataset, concatenate_datasets
+from helpers import make_model, make_tokenizer
 from transformers import TrainerCallback
 from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
 

@@ -22,7 +22,7 @@ SCRIPT = textwrap.dedent(
     out, n_rows, slow_rank, fail_on = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4])
 
     sys.path.insert(0, {tests!r})
-    from conftest import make_model, make_tokenizer
+    from helpers import make_model, make_tokenizer
     from erpo_trl import score_queries
 
     model, calls = make_model(), []

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from conftest import make_model
+from helpers import make_model
 
 
 pytestmark = pytest.mark.slow

@@ -9,7 +9,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import torch  # noqa: E402
-from conftest import make_tokenizer  # noqa: E402
+from helpers import make_tokenizer  # noqa: E402
 
 
 def fsdp_on_cpu():

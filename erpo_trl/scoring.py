@@ -38,6 +38,7 @@ from .query_likelihood import (
     trainer_chat_template,
 )
 from .query_weight import query_weight
+from .vllm_scoring import vllm_reference
 
 
 logger = datasets.utils.logging.get_logger(__name__)
@@ -473,10 +474,20 @@ def model_positions(config) -> int | None:
 class Reference:
     """The reference of [`score_queries`]: a module as it is, or a checkpoint that is loaded when it is needed."""
 
-    def __init__(self, model: str | nn.Module, temperature: float, dtype=None, init_kwargs: dict | None = None):
+    def __init__(
+        self,
+        model: str | nn.Module,
+        temperature: float,
+        dtype=None,
+        init_kwargs: dict | None = None,
+        vllm_kwargs: dict | None = None,
+    ):
         from transformers import AutoConfig
 
         self.temperature = temperature
+        self.vllm_kwargs = vllm_kwargs
+        if vllm_kwargs is not None and isinstance(model, nn.Module):
+            raise ValueError("`backend='vllm'` loads the model itself: pass its folder or Hub id, not a module.")
         dtype = str(dtype).removeprefix("torch.") if dtype is not None else None
         if dtype is not None and not isinstance(getattr(torch, dtype, None), torch.dtype):
             raise ValueError(f"`dtype` must be a torch dtype or the name of one, such as 'bfloat16', got {dtype!r}.")
@@ -512,6 +523,14 @@ class Reference:
     def __call__(self):
         from transformers import AutoModelForCausalLM
 
+        if self.vllm_kwargs is not None:
+            engine = {"revision": self.init_kwargs.get("revision"), **(self.vllm_kwargs.get("engine_kwargs") or {})}
+            vllm = vllm_reference(
+                self.path, self.dtype, self.temperature, **self.vllm_kwargs | {"engine_kwargs": engine}
+            )
+            with preserved_random_states(), vllm as score:
+                yield score
+            return
         with preserved_random_states():
             if self.model is None:
                 self.init_kwargs.setdefault("device_map", {"": PartialState().device})
@@ -541,6 +560,8 @@ def score_queries(
     model_init_kwargs: dict | None = None,
     batch_tokens: int = 4096,
     cache_dir: str | Path | None = None,
+    backend: str = "transformers",
+    vllm_kwargs: dict | None = None,
 ):
     """
     Score the prompts of a dataset under the frozen reference: the preprocessing step of ERPO (arXiv 2608.23311, §4).
@@ -582,6 +603,10 @@ def score_queries(
             Padded tokens per forward.
         cache_dir (`str` or `Path`, *optional*):
             Defaults to `$ERPO_TRL_CACHE`, or a folder in the `datasets` cache.
+        backend (`str`):
+            `"transformers"`, or `"vllm"` for a named model at temperature 1.0; in float32 they agree to 1e-3 a token.
+        vllm_kwargs (`dict`, *optional*):
+            With `backend="vllm"`: `tensor_parallel_size`, `max_model_len`, `engine_kwargs`; see [`vllm_reference`].
 
     Returns:
         The same kind of dataset, with the columns.
@@ -599,6 +624,8 @@ def score_queries(
             f"`span` is for `query_scope='query'`: at least 1 token dropped at the start and 0 at the end, got {span} "
             f"with `query_scope={query_scope!r}`."
         )
+    if backend not in ("transformers", "vllm"):
+        raise ValueError(f"`backend` must be 'transformers' or 'vllm', got {backend!r}.")
     if not temperature > 0:
         raise ValueError(f"`temperature` must be above 0, got {temperature}.")
     query_weight(torch.tensor([-1.0]), None, weight_min, weight_max)  # the clip range is checked before any work
@@ -617,7 +644,13 @@ def score_queries(
         "chat_template_kwargs": chat_template_kwargs,
         "tools": tools,
     }
-    reference = Reference(model, temperature, dtype, {"revision": revision or "main", **(model_init_kwargs or {})})
+    reference = Reference(
+        model,
+        temperature,
+        dtype,
+        {"revision": revision or "main", **(model_init_kwargs or {})},
+        (vllm_kwargs or {}) if backend == "vllm" else None,
+    )
     identity = ScoreIdentity(
         model=reference.name,
         tokenizer=tokenizer_hash(tokenizer, **tokenizing),

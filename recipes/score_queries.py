@@ -33,6 +33,16 @@ class ScoreArguments:
     query_weight_normalize: bool = field(default=False, metadata={"help": "Divide the weights by their mean."})
     chat_template_kwargs: dict | None = field(default=None, metadata={"help": "The trainer's."})
     device_map: str | None = field(default=None, metadata={"help": "'auto' for a model that one device can't hold."})
+    backend: str = field(
+        default="transformers",
+        metadata={"help": "'vllm' for a model at temperature 1.0.", "choices": ["transformers", "vllm"]},
+    )
+    tensor_parallel_size: int = field(
+        default=1, metadata={"help": "With --backend vllm: GPUs to split the model over."}
+    )
+    engine_kwargs: dict | None = field(
+        default=None, metadata={"help": "With --backend vllm: further engine arguments."}
+    )
     batch_tokens: int = field(default=4096, metadata={"help": "Padded tokens per forward."})
 
 
@@ -59,6 +69,8 @@ def main():
         revision=model_args.model_revision,
         model_init_kwargs={"device_map": args.device_map} if args.device_map else None,
         batch_tokens=args.batch_tokens,
+        backend=args.backend,
+        vllm_kwargs={"tensor_parallel_size": args.tensor_parallel_size, "engine_kwargs": args.engine_kwargs},
     )
     if state.is_main_process:
         if args.push_to_hub:

@@ -927,3 +927,11 @@ def test_a_model_by_its_hub_id(hub_cache, cache):
     assert json.loads(by_name[0]["ref_query_id"])["model"] == f"org/base@{COMMIT}"
     by_folder = score_queries(dataset, MODEL_PATH)
     assert by_name["ref_query_logps"][:] == by_folder["ref_query_logps"][:]
+
+
+def test_the_vllm_backend_is_asked_for_by_name(cache):
+    dataset = Dataset.from_dict({"prompt": ["What is 1 + 1?", "Compute 2 + 3."]})
+    with pytest.raises(ValueError, match="`backend` must be 'transformers' or 'vllm', got 'sglang'"):
+        score_queries(dataset, make_model(), make_tokenizer(), backend="sglang")
+    with pytest.raises(ValueError, match="`backend='vllm'` loads the model itself"):
+        score_queries(dataset, make_model(), make_tokenizer(), backend="vllm")

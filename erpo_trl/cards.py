@@ -59,6 +59,7 @@ IDENTITY_MEANINGS = {
     "start": "tokens before the scored span",
     "end": "tokens after it",
     "mean_nll": "s̄, nats",
+    "weight_normalized": "whether the clipped weights are divided by their mean",
     "weight_mean": "what the clipped weights are divided by",
 }
 

@@ -60,6 +60,7 @@ class ScoreIdentity:
     start: int | None = None  # the training set sets what is None
     end: int | None = None
     mean_nll: float | None = None
+    weight_normalized: bool = False
     weight_mean: float | None = 1.0  # what the clipped weights are divided by: 1, or their mean to normalize them
 
     def __str__(self) -> str:
@@ -660,6 +661,7 @@ def score_queries(
         weight_min=float(weight_min),
         weight_max=float(weight_max),
         mean_nll=mean_nll,
+        weight_normalized=normalize_weight,
         weight_mean=None if normalize_weight else 1.0,
     )
     if span is None and query_scope == "prompt":

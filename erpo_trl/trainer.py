@@ -4,7 +4,7 @@ ERPO on TRL's online trainers (arXiv 2608.23311): a Query-KL in the loss, and a 
 [`QueryRegularizationMixin`] goes in front of a TRL trainer and uses these of its hooks, as read from TRL 1.16.0:
 `_generate_and_score_completions` (a dict whose tensors are shuffled and split together), `compute_loss(model, inputs)`
 (its one forward goes through `model(..., labels=..., fused_lm_head=True)`), `_tokenize_prompts`,
-`_get_per_token_logps_and_entropies`, `_set_signature_columns_if_needed`, `_metrics`, `loss_is_scaled_for_ga`.
+`_get_per_token_logps_and_entropies`, `_set_signature_columns_if_needed`, `_metrics`, `_step`, `loss_is_scaled_for_ga`.
 """
 
 import textwrap
@@ -76,10 +76,15 @@ class QueryRegularizationMixin:
                 f"`policy_kl_steps={args.policy_kl_steps}` is for runs without a Policy-KL; with `beta={args.beta}` "
                 "it is logged as `kl` at every step. Set one of them to 0."
             )
+        if args.policy_kl_steps and args.sync_ref_model:
+            raise ValueError(
+                f"`policy_kl_steps={args.policy_kl_steps}` measures the KL to the initial model, and "
+                "`sync_ref_model=True` would move that. Set `sync_ref_model=False`, or `policy_kl_steps=0`."
+            )
         with _reference_model(args):
             super().__init__(model, reward_funcs, args, *rest, **kwargs)
         self.beta = args.beta
-        self._policy_kl_due = 0  # the optimizer step from which the next generation's Policy-KL is measured
+        self._policy_kl_step = -args.policy_kl_steps  # the optimizer step at which the Policy-KL was last measured
         self._query_sums = {"train": defaultdict(float), "eval": defaultdict(float)}
         acts = args.query_kl_coef > 0 or args.use_query_weight
         logs = args.beta > 0 if args.log_query_kl is None else args.log_query_kl
@@ -92,6 +97,12 @@ class QueryRegularizationMixin:
 
     def _prepare_scores(self):
         """Check the datasets' scores, or make them."""
+        if getattr(self, "_multi_environment", False):
+            raise ValueError(
+                "With an `environment_factory` of several environments, the same prompt is rendered with the tools of "
+                "its row's environment, and prompts are scored without them. Pass one environment, or set "
+                "`query_kl_coef=0, use_query_weight=False`."
+            )
         expected = self._expected_identity()
         scorer = None
         if _is_scored(self.train_dataset, "train"):
@@ -127,6 +138,7 @@ class QueryRegularizationMixin:
             weight_max=args.query_weight_max,
             start=1 if whole_prompt else None,
             end=0 if whole_prompt else None,
+            weight_normalized=args.query_weight_normalize,
             weight_mean=None if args.query_weight_normalize else 1.0,
         )
 
@@ -209,9 +221,9 @@ class QueryRegularizationMixin:
                     f"again with `erpo_trl.score_queries` (known scores are taken from the cache), or set `{option}` "
                     "to what it was scored with."
                 )
-        if self.args.use_query_weight and (found.weight_mean == 1.0) != (expected.weight_mean == 1.0):
+        if self.args.use_query_weight and found.weight_normalized != expected.weight_normalized:
             raise ValueError(
-                f"The {name} dataset's weights are {'not ' * (found.weight_mean == 1.0)}normalized, and this trainer "
+                f"The {name} dataset's weights are {'' if found.weight_normalized else 'not '}normalized, and this trainer "
                 f"has `query_weight_normalize={self.args.query_weight_normalize}`. Score it again with "
                 "`erpo_trl.score_queries(..., normalize_weight=...)`."
             )
@@ -239,8 +251,9 @@ class QueryRegularizationMixin:
         if self._uses_queries:
             self._add_scores(output, inputs, scores)
         args = self.args
-        if args.policy_kl_steps and self.model.training and self.state.global_step >= self._policy_kl_due:
-            self._policy_kl_due = self.state.global_step + args.policy_kl_steps
+        steps = self.state.global_step - self._policy_kl_step  # below 0 when `train()` is called again
+        if args.policy_kl_steps and self.model.training and not 0 <= steps < args.policy_kl_steps:
+            self._policy_kl_step = self.state.global_step
             output["initial_per_token_logps"] = self._initial_per_token_logps(output)
         return output
 
@@ -267,7 +280,7 @@ class QueryRegularizationMixin:
                     f"{self._where(inputs[row])}: its prompt had {len(logps) + span.start + span.end} tokens when it "
                     f"was scored, and has {length} in training. Something between the dataset and the model changes "
                     "it (another tokenizer or template, truncation, a tool, an environment, a rollout function): the "
-                    "cached scores are not those of what is trained on."
+                    "cached scores are not those of what is trained on. Make that change in the dataset's `prompt`."
                 )
             ref_logps[row, stop - len(logps) : stop] = torch.as_tensor(logps)
             mask[row, stop - len(logps) : stop] = True
@@ -290,11 +303,16 @@ class QueryRegularizationMixin:
             )
         own = str(self._query_identity)
         if score["ref_query_id"] != own:
-            found = ScoreIdentity.parse(score["ref_query_id"])
+            # An eval set may name the same reference otherwise (folder, module, precision), and have its own mean
+            found = replace(
+                ScoreIdentity.parse(score["ref_query_id"]),
+                model=self._query_identity.model,
+                dtype=self._query_identity.dtype,
+            )
             if self.model.training or found.scores_key() != self._query_identity.scores_key():
                 raise ValueError(
-                    f"{self._where(example)} was scored in another way than the rest: {found}, and not {own}. Score "
-                    "all rows in one call of `erpo_trl.score_queries`."
+                    f"{self._where(example)} was scored in another way than the rest: {score['ref_query_id']}, and "
+                    f"not {own}. Score all rows in one call of `erpo_trl.score_queries`."
                 )
 
     def _check_prompt_ids(self, output: dict, inputs: list[dict]):
@@ -305,7 +323,8 @@ class QueryRegularizationMixin:
             if trained != list(ids):
                 raise ValueError(
                     f"{self._where(inputs[row])}: its prompt was rewritten between the dataset ({len(ids)} tokens) "
-                    f"and the model ({len(trained)} tokens): the cached scores are not those of what is trained on."
+                    f"and the model ({len(trained)} tokens): the cached scores are not those of what is trained on. "
+                    "Make that change in the dataset's `prompt`."
                 )
 
     def _where(self, example: dict) -> str:
@@ -393,7 +412,12 @@ class QueryRegularizationMixin:
             sums[key] += sum(values)
         sums["weight_min"] = min(sums.get("weight_min", float("inf")), *stats[5])
         sums["weight_max"] = max(sums["weight_max"], *stats[6])
-        if self.model.training and self.state.global_step == 0:
+        # `_step` goes on counting when `train()` is called again
+        if (
+            self.model.training
+            and self.state.global_step == 0
+            and self._step < self.current_gradient_accumulation_steps
+        ):
             self._check_agreement(sum(stats[7]) / sum(stats[8]))
 
     def _check_agreement(self, gap: float):
@@ -409,16 +433,18 @@ class QueryRegularizationMixin:
             f"the cached reference's, where rounding explains {tolerance:.3g} (reference in {dtypes[0]}, policy in "
             f"{dtypes[1]})"
         )
-        dropout = [
-            name for name, m in self.model.named_modules() if isinstance(m, nn.Dropout) and m.p > 0 and m.training
-        ]
-        config = self.model.config.get_text_config().to_dict()
-        dropout += [key for key, value in config.items() if "drop" in key and isinstance(value, float) and value > 0]
-        if dropout:
-            raise ValueError(
-                f"{found}: dropout is active ({', '.join(dropout[:3])}), so that every forward is of another model. "
-                "Set `disable_dropout=True`."
-            )
+        for name, module in self.model.named_modules():
+            if isinstance(module, nn.Dropout) and module.p > 0 and module.training:
+                raise ValueError(
+                    f"{found}: dropout is active ({name}), so that every forward is of another model. Set "
+                    "`disable_dropout=True`."
+                )
+            for option, p in vars(module).items():  # given to the attention function, out of `disable_dropout`'s reach
+                if "dropout" in option and isinstance(p, float) and p > 0:
+                    raise ValueError(
+                        f"{found}: dropout is active ({name}.{option}), so that every forward is of another model. "
+                        f"Load the model with `{option}=0.0` (one given by name: in `model_init_kwargs`)."
+                    )
         raise ValueError(
             f"{found}: the scores are another model's. Score the dataset again with `erpo_trl.score_queries` and the "
             "model that training starts from, or drop its score columns: the trainer then scores it itself."

@@ -284,13 +284,14 @@ def test_gpt2_trains_on_prompts_of_one_length_and_is_refused_on_padded_ones(tmp_
 
 
 class ForwardSpy:
-    """Counts the policy's loss forwards and keeps their labels and prompts."""
+    """Counts the policy's forwards, and keeps labels and prompts of those of the loss."""
 
     def __init__(self, model):
-        self.labels, self.input_ids = [], []
+        self.calls, self.labels, self.input_ids = 0, [], []
         model.register_forward_pre_hook(self, with_kwargs=True)
 
     def __call__(self, module, args, kwargs):
+        self.calls += 1
         if kwargs.get("fused_lm_head"):
             self.labels.append(kwargs["labels"].clone())
             self.input_ids.append(kwargs["input_ids"].clone())
@@ -299,13 +300,14 @@ class ForwardSpy:
 @pytest.mark.parametrize("cls, base", [(ERPOTrainer, GRPOTrainer), (ERPORLOOTrainer, RLOOTrainer)])
 def test_no_extra_forward(tmp_path, cache, cls, base):
     options = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2, "num_generations": 4, "beta": 0.0}
+    options["learning_rate"] = 0.0  # the same rollouts, so that generation's forwards can be counted with the rest
     counts = []
     for trainer_class in (cls, base):
         trainer = make_trainer(tmp_path, trainer_class, **options)
         spy = ForwardSpy(trainer.model)
         trainer.train()
-        counts.append(len(spy.labels))
-    assert counts[0] == counts[1] > 0
+        counts.append((spy.calls, len(spy.labels)))
+    assert counts[0] == counts[1] and counts[0][0] > counts[0][1] >= 8
 
 
 def test_one_row_per_distinct_prompt_is_unmasked(tmp_path, cache):
@@ -419,6 +421,30 @@ def test_evaluation_is_not_divided_and_logs_its_own_numbers(tmp_path, cache):
     assert losses[0] == pytest.approx(losses[1], rel=1e-6)
 
 
+def test_a_window_that_the_epoch_cuts_short_is_divided_by_what_is_in_it(tmp_path, cache):
+    trainer = make_trainer(tmp_path, query_kl_coef=1.0, gradient_accumulation_steps=4, loss_type="grpo")
+    batch = one_batch(trainer)
+    batch["advantages"].zero_()  # what is left is the regularizer
+    whole = gradient(trainer, batch)[0]
+    trainer.current_gradient_accumulation_steps = 3  # what the HF Trainer sets there
+    assert gradient(trainer, batch)[0].item() == pytest.approx(whole.item() * 4 / 3, rel=1e-6) and whole > 1e-3
+
+
+def test_a_pad_token_at_the_start_makes_another_prompt(tmp_path, cache):
+    dataset = Dataset.from_dict({"prompt": ["<pad>ab", "ab", "<pad>ac", "ac"]})
+    trainer = make_trainer(tmp_path, dataset=dataset, query_scope="prompt", query_kl_coef=1.0)
+    batch = one_batch(trainer)
+    assert torch.equal(batch["prompt_ids"][0], batch["prompt_ids"][2])
+    assert len(set(batch["query_index"].tolist())) == 2
+    gradient(trainer, batch)
+    both = trainer._query_sums["train"]["kl"]
+    one_row = [{k: v[i : i + 1] if v.dim() else v for k, v in batch.items()} for i in range(4)]
+    trainer._query_sums["train"].clear()
+    for row in one_row:
+        gradient(trainer, row)
+    assert both == pytest.approx(trainer._query_sums["train"]["kl"], rel=1e-5)
+
+
 @pytest.mark.parametrize("kind", ["llama", "qwen2"])
 def test_pad_columns_change_nothing(tmp_path, cache, kind):
     trainer = make_trainer(tmp_path, model=kind, query_kl_coef=0.1)
@@ -496,12 +522,15 @@ def test_logged_numbers_are_the_formulas(tmp_path, cache):
 
 
 def test_means_over_several_steps_are_of_all_their_rows(tmp_path, cache):
-    single = make_trainer(tmp_path, max_steps=4)
+    single = make_trainer(tmp_path, max_steps=5)
     single.train()
-    joint = make_trainer(tmp_path, max_steps=4, logging_steps=4)
+    joint = make_trainer(tmp_path, max_steps=5, logging_steps=5)
     joint.train()
-    steps = [entry["query_kl"] for entry in single.state.log_history if "query_kl" in entry]
-    assert joint.state.log_history[0]["query_kl"] == pytest.approx(sum(steps) / 4, rel=1e-6)
+    steps, logged = single.state.log_history[:5], joint.state.log_history[0]
+    assert logged["query_kl"] == pytest.approx(sum(entry["query_kl"] for entry in steps) / 5, rel=1e-6)
+    for extreme, name in [(min, "query_weight/min"), (max, "query_weight/max")]:
+        values = [entry[name] for entry in steps]
+        assert logged[name] == extreme(values) and len(set(values)) > 2
 
 
 def test_policy_kl_is_measured_every_k_steps_and_changes_nothing(tmp_path, cache):
@@ -527,6 +556,14 @@ def test_policy_kl_is_the_one_that_beta_logs(tmp_path, cache):
     logged.train()
     want = logged.state.log_history[1]["kl"]
     assert want > 1e-5 and measured.state.log_history[1]["policy_kl"] == pytest.approx(want, rel=1e-3)
+
+
+def test_policy_kl_leaves_out_what_a_tool_wrote(tmp_path, cache):
+    trainer = make_trainer(tmp_path)
+    inputs = {"completion_mask": torch.tensor([[1, 1, 0]]), "tool_mask": torch.tensor([[1, 0, 1]])}
+    trainer._log_policy_kl(inputs | {"initial_per_token_logps": torch.zeros(1, 3)}, torch.tensor([[-1.0, -5.0, -9.0]]))
+    sums = trainer._query_sums["train"]
+    assert sums["policy_kl"] / sums["policy_tokens"] == pytest.approx(math.e - 2)
 
 
 # Guards
@@ -615,6 +652,7 @@ def test_a_rollout_function_that_rewrites_a_prompt(tmp_path, cache):
         ({"query_scope": "prompt"}, {}, "scope = 'prompt', and this trainer has 'query'.*`query_scope`"),
         ({}, {"query_scope": "prompt"}, "scope = 'query', and this trainer has 'prompt'"),
         ({"weight_max": 3.0}, {}, "weight_max = 3.0, and this trainer has 2.0.*`query_weight_max`"),
+        ({}, {"query_weight_min": 0.4}, "weight_min = 0.5, and this trainer has 0.4.*`query_weight_min`"),
         (
             {"normalize_weight": True},
             {},
@@ -628,9 +666,34 @@ def test_scored_for_another_setup(tmp_path, cache, how, options, message):
         make_trainer(tmp_path, dataset=scored(**how), **options)
 
 
-def test_an_eval_set_scored_with_another_span(tmp_path, cache):
-    with pytest.raises(ValueError, match="The eval dataset was scored with start = 6, and this trainer has 7"):
-        make_trainer(tmp_path, dataset=scored(span=(7, 13)), eval_dataset=scored(span=(6, 13)))
+@pytest.mark.parametrize("span, found", [((6, 13), "start = 6, .* has 7"), ((7, 12), "end = 12, .* has 13")])
+def test_an_eval_set_scored_with_another_span(tmp_path, cache, span, found):
+    with pytest.raises(ValueError, match=f"The eval dataset was scored with {found}"):
+        make_trainer(tmp_path, dataset=scored(span=(7, 13)), eval_dataset=scored(span=span))
+
+
+@pytest.mark.parametrize("named", ["train", "eval"])
+def test_an_eval_set_may_name_the_reference_otherwise(tmp_path, cache, named):
+    """One set scored from the folder by the user, the other by the trainer from the module that it loaded."""
+    make_model("qwen2").save_pretrained(tmp_path / "model")
+    train, evals = make_dataset(), make_dataset(["3*3", "the area of a circle"])
+    by_name = scored(train, str(tmp_path / "model"))
+    identity = json.loads(by_name[0]["ref_query_id"])
+    if named == "train":
+        train = by_name
+    else:
+        span = (identity["start"], identity["end"])
+        evals = scored(evals, str(tmp_path / "model"), span=span, mean_nll=identity["mean_nll"])
+    trainer = make_trainer(tmp_path, model=str(tmp_path / "model"), dataset=train, eval_dataset=evals)
+    assert trainer.train_dataset[0]["ref_query_id"] != trainer.eval_dataset[0]["ref_query_id"]
+    trainer.evaluate()
+    assert trainer.state.log_history[-1]["eval_query_kl"] < 1e-9
+
+
+def test_a_late_eval_set_scored_with_another_span(tmp_path, cache):
+    trainer = make_trainer(tmp_path)
+    with pytest.raises(ValueError, match="was scored in another way than the rest"):
+        trainer.evaluate(scored(span=(6, 13)))
 
 
 def test_rows_of_mixed_identity(tmp_path, cache):
@@ -673,10 +736,44 @@ def test_another_models_scores(tmp_path, cache):
         make_trainer(tmp_path, dataset=dataset).train()
 
 
-def test_active_dropout_has_its_own_message(tmp_path, cache):
+def test_dropout_of_the_attention_function_has_its_own_message(tmp_path, cache):
     model = make_model("qwen2", attention_dropout=0.5)
-    with pytest.raises(ValueError, match=r"dropout is active \(attention_dropout\).*disable_dropout=True"):
-        make_trainer(tmp_path, model=model).train()
+    trainer = make_trainer(tmp_path, model=model, disable_dropout=True)  # which only reaches dropout modules
+    with pytest.raises(ValueError, match=r"dropout is active \(.*attention_dropout\).*with `attention_dropout=0.0`"):
+        trainer.train()
+
+
+def test_a_dropout_module_has_its_own_message(tmp_path, cache):
+    model, dataset = make_model("gpt2"), make_dataset(["1+1=", "2+3="])
+    model.transformer.drop.p = model.config.embd_pdrop = 0.5
+    model.train()
+    trainer = make_trainer(tmp_path, model=model, dataset=dataset)
+    want = scored(dataset, model=model, cache_dir=tmp_path / "other")  # without dropout
+    assert trainer.train_dataset["ref_query_logp"][:] == pytest.approx(want["ref_query_logp"][:], rel=1e-5)
+    with pytest.raises(ValueError, match=r"dropout is active \(transformer.drop\).*`disable_dropout=True`"):
+        trainer.train()
+    make_trainer(tmp_path, model=model, dataset=dataset, disable_dropout=True, max_steps=1).train()
+    other = scored(dataset, model=make_model("gpt2", seed=1))
+    with pytest.raises(ValueError, match="the scores are another model's"):
+        make_trainer(tmp_path, model=model, dataset=other, disable_dropout=True).train()
+
+
+def test_training_again_goes_on_with_the_same_reference(tmp_path, cache):
+    make_model("qwen2").save_pretrained(tmp_path / "model")
+    options = {"gradient_accumulation_steps": 2, "max_steps": 3, "policy_kl_steps": 2}
+    trainer = make_trainer(tmp_path, model=str(tmp_path / "model"), **options)
+    trainer.train()
+    trainer.train()
+    logged = trainer.state.log_history[:3]
+    assert logged[0]["query_kl"] > 1e-5  # not a fresh run: the reference is still the initial policy
+    assert ["policy_kl" in entry for entry in logged] == [True, False, True] and logged[0]["policy_kl"] > 1e-5
+
+
+def test_several_environments_are_refused(tmp_path, cache):
+    trainer = make_trainer(tmp_path)
+    trainer._multi_environment = True
+    with pytest.raises(ValueError, match="Pass one environment, or set `query_kl_coef=0, use_query_weight=False`"):
+        trainer._prepare_scores()
 
 
 def test_a_stream_needs_scores_and_trains_with_them(tmp_path, cache):
@@ -699,15 +796,21 @@ def test_a_plain_config_is_refused(tmp_path):
         ERPOTrainer(make_model("qwen2"), reward, args, make_dataset(), processing_class=make_tokenizer())
 
 
-def test_config_errors(tmp_path):
+def test_config_defaults_and_errors(tmp_path):
     common = {"output_dir": str(tmp_path), "use_cpu": True, "bf16": False}
+    config = ERPOConfig(**common)
+    assert (config.query_kl_coef, config.query_kl_estimator, config.query_kl_level) == (1e-2, "k3", "token")
+    assert (config.query_scope, config.use_query_weight, config.beta) == ("query", True, 0.0)
+    assert (config.query_weight_min, config.query_weight_max, config.query_weight_normalize) == (0.5, 2.0, False)
     for options, message in [
         ({"query_kl_estimator": "k1"}, "`query_kl_estimator` must be one of 'k2', 'k3', got 'k1'"),
         ({"query_kl_level": "word"}, "`query_kl_level` must be one of"),
         ({"query_scope": "all"}, "`query_scope` must be one of 'query', 'prompt'"),
         ({"query_kl_coef": -1.0}, "`query_kl_coef` must be at least 0"),
         ({"query_weight_min": 3.0}, r"got \[3.0, 2.0\]"),
+        ({"query_weight_min": 0.0}, r"got \[0.0, 2.0\]"),
         ({"policy_kl_steps": -1}, "`policy_kl_steps` must be at least 0"),
+        ({"query_score_batch_tokens": 0}, "`query_score_batch_tokens` must be at least 1"),
     ]:
         with pytest.raises(ValueError, match=message):
             ERPOConfig(**common, **options)
@@ -716,6 +819,11 @@ def test_config_errors(tmp_path):
 def test_policy_kl_steps_beside_beta(tmp_path, cache):
     with pytest.raises(ValueError, match="`policy_kl_steps=2` is for runs without a Policy-KL"):
         make_trainer(tmp_path, policy_kl_steps=2, beta=0.1)
+
+
+def test_policy_kl_steps_beside_a_moving_reference(tmp_path, cache):
+    with pytest.raises(ValueError, match="KL to the initial model.*Set `sync_ref_model=False`"):
+        make_trainer(tmp_path, policy_kl_steps=2, sync_ref_model=True)
 
 
 def test_model_card(tmp_path, cache):
@@ -762,6 +870,17 @@ def test_lora(tmp_path, cache):
     assert trainer.ref_model is None and trainer.state.log_history[-2]["policy_kl"] > 1e-6
 
 
+def test_prompt_tuning(tmp_path, cache):
+    """Virtual tokens are in front of the prompt's columns."""
+    from peft import PromptTuningConfig, get_peft_model
+
+    model = get_peft_model(make_model("qwen2"), PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3))
+    trainer = make_trainer(tmp_path, model=model, max_steps=3, learning_rate=1e-1)
+    trainer.train()
+    kl = [entry["query_kl"] for entry in trainer.state.log_history if "query_kl" in entry]
+    assert kl[0] < 1e-9 and kl[-1] > 1e-3
+
+
 def test_the_random_states_and_modules_are_left_alone(tmp_path, cache):
     model = make_model("qwen2")
     model.train()
@@ -770,3 +889,60 @@ def test_the_random_states_and_modules_are_left_alone(tmp_path, cache):
     scored(model=model)
     assert torch.equal(torch.get_rng_state(), state) and model.training and "forward" not in model.__dict__
     assert_equal(before, model.state_dict())
+
+
+# Another trainer of TRL's
+
+
+def test_the_mixin_on_another_trainer_in_a_few_lines(tmp_path, cache):
+    from dataclasses import dataclass
+
+    from trl.experimental.gmpo import GMPOConfig, GMPOTrainer
+
+    from erpo_trl import QueryRegularizationConfig, QueryRegularizationMixin
+
+    @dataclass
+    class ERPOGMPOConfig(QueryRegularizationConfig, GMPOConfig):
+        pass
+
+    class ERPOGMPOTrainer(QueryRegularizationMixin, GMPOTrainer):
+        _config_class = ERPOGMPOConfig
+        _name = "ERPO on GMPO"
+
+    def run(cls, config, **options):
+        args = config(
+            output_dir=str(tmp_path / "out"),
+            use_cpu=True,
+            bf16=False,
+            report_to=[],
+            save_strategy="no",
+            per_device_train_batch_size=4,
+            num_generations=2,
+            max_completion_length=6,
+            max_steps=3,
+            logging_steps=1,
+            learning_rate=1e-2,
+            **options,
+        )
+        trainer = cls(
+            make_model("qwen2"), reward, args, train_dataset=make_dataset(), processing_class=make_tokenizer()
+        )
+        trainer.train()
+        return trainer
+
+    base, off = run(GMPOTrainer, GMPOConfig), run(ERPOGMPOTrainer, ERPOGMPOConfig, **OFF)
+    assert_equal(parameters(base), parameters(off))
+    trainer = run(ERPOGMPOTrainer, ERPOGMPOConfig)
+    kl = [entry["query_kl"] for entry in trainer.state.log_history if "query_kl" in entry]
+    assert kl[0] < 1e-9 and kl[-1] > 1e-5 and trainer.state.log_history[1]["query_weight/max"] == 2
+    batch = one_batch(trainer)
+    loss = gradient(trainer, batch)[0]
+    mean_kl = trainer._query_sums["train"]["kl"] / trainer._query_sums["train"]["rows"]
+    trainer.args.query_kl_coef = 0.0
+    assert (loss - gradient(trainer, batch)[0]).item() == pytest.approx(1e-2 * mean_kl, rel=1e-3)
+
+
+def test_normalized_weights_whose_mean_is_one(tmp_path, cache):
+    dataset = scored(make_dataset(["2+2"]), normalize_weight=True)
+    assert dataset["query_weight"][:] == [1.0]
+    make_trainer(tmp_path, dataset=dataset, query_weight_normalize=True)

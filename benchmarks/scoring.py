@@ -38,7 +38,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--sigma", type=float, default=1.0, help="of the logarithm of the questions' lengths")
     parser.add_argument("--max_tokens", type=int, default=384, help="longest question")
     parser.add_argument("--loop_batch_size", type=int, default=16)
-    parser.add_argument("--batch_tokens", type=int, default=1024, help="of `score_queries`")
+    parser.add_argument("--batch_tokens", type=int, default=4096, help="of `score_queries`")
     parser.add_argument("--rounds", type=int, default=3)
     return parser.parse_args(argv)
 

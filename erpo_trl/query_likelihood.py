@@ -168,7 +168,7 @@ def _narrow_tiles(device: torch.device):
 
     width = utils._CHUNKED_LOGPROB_CHUNK_SIZE
     if torch.device(device).type == "cpu":
-        utils._CHUNKED_LOGPROB_CHUNK_SIZE = 1024
+        utils._CHUNKED_LOGPROB_CHUNK_SIZE = 512
     try:
         yield
     finally:

@@ -627,6 +627,11 @@ def score_queries(
         )
     if backend not in ("transformers", "vllm"):
         raise ValueError(f"`backend` must be 'transformers' or 'vllm', got {backend!r}.")
+    if backend == "vllm" and PartialState().num_processes > 1:
+        raise ValueError(
+            "`backend='vllm'` spreads the model over GPUs itself: start one process (`python ...` in the place of "
+            "`accelerate launch ...`) and set `tensor_parallel_size`."
+        )
     if not temperature > 0:
         raise ValueError(f"`temperature` must be above 0, got {temperature}.")
     query_weight(torch.tensor([-1.0]), None, weight_min, weight_max)  # the clip range is checked before any work

@@ -223,8 +223,8 @@ class QueryRegularizationMixin:
                 )
         if self.args.use_query_weight and found.weight_normalized != expected.weight_normalized:
             raise ValueError(
-                f"The {name} dataset's weights are {'' if found.weight_normalized else 'not '}normalized, and this trainer "
-                f"has `query_weight_normalize={self.args.query_weight_normalize}`. Score it again with "
+                f"The {name} dataset's weights are {'' if found.weight_normalized else 'not '}normalized, and this "
+                f"trainer has `query_weight_normalize={self.args.query_weight_normalize}`. Score it again with "
                 "`erpo_trl.score_queries(..., normalize_weight=...)`."
             )
 

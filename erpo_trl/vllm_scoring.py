@@ -105,13 +105,15 @@ def vllm_reference(
             "Scoring with vLLM needs it installed: pip install 'erpo-trl[vllm]', or use the transformers back-end "
             "(without `--backend vllm`)."
         ) from error
+    engine_kwargs = dict(engine_kwargs or {})
+    if max_model_len is not None:
+        engine_kwargs["max_model_len"] = max_model_len
     llm = LLM(
         model=model,
         dtype=dtype,
         tensor_parallel_size=tensor_parallel_size,
-        max_model_len=max_model_len,
         logprobs_mode="raw_logprobs",  # others would be logits
-        **(engine_kwargs or {}),
+        **engine_kwargs,
     )
     try:
         yield partial(vllm_score, llm)

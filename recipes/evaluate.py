@@ -60,7 +60,10 @@ class EvaluationArguments:
         metadata={"help": "What samples.", "choices": ["transformers", "vllm", "openai"]},
     )
     batch_size: int = field(default=64, metadata={"help": "Completions at once (transformers)."})
-    dtype: str = field(default="auto", metadata={"help": "Of the weights (transformers, vllm)."})
+    dtype: str = field(
+        default="auto",
+        metadata={"help": "Of the weights (transformers, vllm). auto: the checkpoint's, but vllm halves float32."},
+    )
     tensor_parallel_size: int = field(default=1, metadata={"help": "GPUs to split the model over (vllm)."})
     engine_kwargs: str = field(default="{}", metadata={"help": "JSON, for vllm.LLM."})
     base_url: str | None = field(default=None, metadata={"help": "Of an OpenAI-compatible server (openai)."})

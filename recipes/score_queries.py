@@ -9,6 +9,7 @@ The data options are those of `train_math.py`. Under `accelerate launch` every p
 `--device_map auto` one process spreads a model over all its devices.
 """
 
+import json
 from dataclasses import dataclass, field
 
 from accelerate import PartialState
@@ -31,7 +32,7 @@ class ScoreArguments:
     query_weight_min: float = field(default=0.5, metadata={"help": "Lower clip of the query weight."})
     query_weight_max: float = field(default=2.0, metadata={"help": "Upper clip of the query weight."})
     query_weight_normalize: bool = field(default=False, metadata={"help": "Divide the weights by their mean."})
-    chat_template_kwargs: dict | None = field(default=None, metadata={"help": "The trainer's."})
+    chat_template_kwargs: str | None = field(default=None, metadata={"help": "The trainer's, as JSON."})
     device_map: str | None = field(default=None, metadata={"help": "'auto' for a model that one device can't hold."})
     backend: str = field(
         default="transformers",
@@ -40,10 +41,15 @@ class ScoreArguments:
     tensor_parallel_size: int = field(
         default=1, metadata={"help": "With --backend vllm: GPUs to split the model over."}
     )
-    engine_kwargs: dict | None = field(
-        default=None, metadata={"help": "With --backend vllm: further engine arguments."}
+    engine_kwargs: str | None = field(
+        default=None, metadata={"help": "With --backend vllm: further engine arguments, as JSON."}
     )
-    batch_tokens: int = field(default=4096, metadata={"help": "Padded tokens per forward."})
+    batch_tokens: int = field(default=4096, metadata={"help": "Padded tokens per forward; for vLLM, rather 100000."})
+
+    def __post_init__(self):
+        for name in ("chat_template_kwargs", "engine_kwargs"):  # a string on the command line, a mapping in YAML
+            if isinstance(getattr(self, name), str):
+                setattr(self, name, json.loads(getattr(self, name)))
 
 
 def main():

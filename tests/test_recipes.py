@@ -61,14 +61,15 @@ def test_the_command_line_wins_over_the_method(launch, tmp_path, capsys):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("options", [{}, {"device_map": "auto"}])
+@pytest.mark.parametrize("options", [{}, {"device_map": "auto", "chat_template_kwargs": '{"thinking": true}'}])
 def test_score_once_then_train_without_scoring(launch, tmp_path, options):
     launch("score_queries", config=None, save_to=tmp_path / "scored", **options)
     scored = load_from_disk(str(tmp_path / "scored"))
     assert {"prompt", "solution", "ref_query_logps", "ref_query_id"} <= set(scored.column_names)
     for part in (tmp_path / "scores").rglob("*.npz"):
         part.unlink()
-    launch("train_math", output_dir=tmp_path / "out", dataset_name=tmp_path / "scored", **QUICK)
+    options.pop("device_map", None)
+    launch("train_math", output_dir=tmp_path / "out", dataset_name=tmp_path / "scored", **QUICK | options)
     assert log_of(tmp_path / "out")[0]["query_kl"] < 1e-6
     assert not list((tmp_path / "scores").rglob("*.npz"))
 

@@ -88,6 +88,16 @@ def load_eos_token_ids(model: str, tokenizer) -> list[int]:
     return eos_token_ids(tokenizer, generation_config)
 
 
+def check_lengths(prompts: Sequence[list[int]], max_new_tokens: int, limit: int | None) -> None:
+    """Raises if some prompt leaves less than `max_new_tokens` of the model's `limit` positions."""
+    for row, ids in enumerate(prompts):
+        if limit is not None and len(ids) + max_new_tokens > limit:
+            raise ValueError(
+                f"Question {row}: prompt of {len(ids)} tokens + max_new_tokens = {max_new_tokens} exceed the model's "
+                f"{limit} positions; use max_new_tokens <= {limit - len(ids)}."
+            )
+
+
 class TransformersSampler:
     """
     Batched `generate`, longest prompts first: little padding, and memory runs out at once or never.
@@ -105,7 +115,8 @@ class TransformersSampler:
         self.eos = eos_token_ids(tokenizer, model.generation_config)
 
     def sample(self, prompts, *, n, temperature, seed, max_new_tokens):
-        self._check_lengths(prompts, max_new_tokens)
+        limit = getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
+        check_lengths(prompts, max_new_tokens, limit)
         order = sorted(range(len(prompts)), key=lambda i: -len(prompts[i]))
         rows = [i for i in order for _ in range(n)]
         finished = {i: [] for i in order}
@@ -118,15 +129,6 @@ class TransformersSampler:
                     finished[i].append(completion)
                     if len(finished[i]) == n:
                         yield i, finished.pop(i)
-
-    def _check_lengths(self, prompts, max_new_tokens):
-        limit = getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
-        for row, ids in enumerate(prompts):
-            if limit is not None and len(ids) + max_new_tokens > limit:
-                raise ValueError(
-                    f"Question {row}: prompt of {len(ids)} tokens + max_new_tokens = {max_new_tokens} exceed the "
-                    f"model's {limit} positions; use max_new_tokens <= {limit - len(ids)}."
-                )
 
     def _generate(self, prompts, temperature, max_new_tokens) -> list[Completion]:
         from transformers import GenerationConfig
@@ -186,6 +188,8 @@ class VLLMSampler:
     def sample(self, prompts, *, n, temperature, seed, max_new_tokens):
         from vllm import SamplingParams
 
+        # vLLM itself would cut off completions there, before `max_new_tokens`
+        check_lengths(prompts, max_new_tokens, self.llm.model_config.max_model_len)
         params = [
             SamplingParams(
                 n=n,

@@ -151,6 +151,7 @@ def test_vllm(monkeypatch, tokenizer, model_folder):
     class LLM:
         def __init__(self, **kwargs):
             seen["llm"] = kwargs
+            self.model_config = SimpleNamespace(max_model_len=10)
 
         def generate(self, prompts, params):
             seen["prompts"], seen["params"] = prompts, params
@@ -170,6 +171,9 @@ def test_vllm(monkeypatch, tokenizer, model_folder):
     common = {"n": 2, "temperature": 0.6, "top_p": 1.0, "max_tokens": 8, "stop_token_ids": [EOS, END]}
     assert seen["params"] == [common | {"seed": question_seed(3, i, 2)} for i in range(2)]
     assert [(c.text, c.token_ids, c.truncated) for c in drawn[1]] == [("a", [A, EOS], False), ("b b", [B, B], True)]
+    assert len(draw(sampler, [[A, B]], n=2)) == 1  # 2 + 8 tokens fill the 10 positions
+    with pytest.raises(ValueError, match="Question 1: prompt of 3 tokens .* max_new_tokens <= 7"):
+        draw(sampler, [[A], [A, B, A]], n=2)
 
 
 def test_vllm_missing(monkeypatch, tokenizer):

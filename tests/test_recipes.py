@@ -2,6 +2,7 @@
 
 import importlib
 import json
+import shutil
 import sys
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import pytest
 from datasets import load_from_disk
 
 from erpo_trl.methods import METHODS
+from erpo_trl.tiny import MODEL_PATH
 
 
 RECIPES = Path(__file__).parent.parent / "recipes"
@@ -87,11 +89,18 @@ def test_a_run_goes_on_from_its_last_whole_checkpoint(launch, tmp_path):
     assert (tmp_path / "out" / "checkpoint-1" / "trainer_state.json").stat().st_mtime_ns > times
 
 
-def test_a_local_dataset_of_the_users_own(launch, tmp_path, capsys):
+def test_a_local_dataset_and_a_local_model_of_the_users_own(launch, tmp_path, capsys):
+    shutil.copytree(MODEL_PATH, tmp_path / "model")
     rows = [{"problem": f"What is {i} + {i}?", "solution": f"It is \\boxed{{{2 * i}}}."} for i in range(8)]
     rows += [{"problem": "What is 1 + 1?", "solution": "no box"}, rows[0]]
     (tmp_path / "mine.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    launch("train_math", output_dir=tmp_path / "out", dataset_name=tmp_path / "mine.jsonl", **QUICK)
+    launch(
+        "train_math",
+        output_dir=tmp_path / "out",
+        dataset_name=tmp_path / "mine.jsonl",
+        model_name_or_path=tmp_path / "model",
+        **QUICK,
+    )
     printed = " ".join(capsys.readouterr().out.split())
     assert "golds: kept 9, dropped 1" in printed and "duplicates: kept 8, dropped 1" in printed
 
@@ -128,7 +137,7 @@ def test_the_embedded_default_learns(launch, tmp_path):
     """What `make train` does: to 0.8 and more on held-out questions, from between 0.25 and 0.5, at temperature 1."""
     launch("train_math", output_dir=tmp_path / "out")
     table = json.loads((tmp_path / "out" / "before_after.json").read_text())
-    by_temperature = {name: {row["temperature"]: row["avg@k"] for row in rows} for name, rows in table.items()}
+    by_temperature = {name: {row["temperature"]: row["avg@k"] for row in table[name]} for name in ("before", "after")}
     assert set(by_temperature["before"]) == {0.1, 0.6, 1.0, 1.5}
     assert 0.25 <= by_temperature["before"][1.0] <= 0.5
     assert by_temperature["after"][1.0] >= 0.8

@@ -162,7 +162,7 @@ def test_off_scores_nothing(tmp_path, cache):
 # On = the formula
 
 
-def naive_gradient(weights, initial, micro_batches, tokenizer, options, kind="qwen2", rloo=False):
+def naive_gradient(weights, initial, micro_batches, tokenizer, options, kind="qwen2", rloo=False, questions=QUESTIONS):
     """
     The gradient of one optimizer step, from the formulas: float64, row by row, no padding, own softmax.
 
@@ -187,7 +187,8 @@ def naive_gradient(weights, initial, micro_batches, tokenizer, options, kind="qw
                 ]
             )
     prompts = [
-        tokenizer.apply_chat_template(p, add_generation_prompt=True)["input_ids"] for p in make_dataset()["prompt"]
+        tokenizer.apply_chat_template(p, add_generation_prompt=True)["input_ids"]
+        for p in make_dataset(questions)["prompt"]
     ]
     start, end = 1, 0
     if options.get("query_scope", "query") == "query":
@@ -224,17 +225,20 @@ def naive_gradient(weights, initial, micro_batches, tokenizer, options, kind="qw
     return {name: p.grad for name, p in policy.named_parameters()}
 
 
-def assert_step_is_the_formula(tmp_path, cls=ERPOTrainer, kind="qwen2", **options):
+def assert_step_is_the_formula(tmp_path, cls=ERPOTrainer, kind="qwen2", questions=QUESTIONS, **options):
     recorder = Recorder()
     tokenizer = make_tokenizer()
     options = {"loss_type": "grpo", "max_grad_norm": 0.0, "max_steps": 2, "learning_rate": 3e-3} | options
     if cls is ERPORLOOTrainer:
         options = {k: v for k, v in options.items() if k != "loss_type"} | {"beta": 0.0}
-    trainer = make_trainer(tmp_path, cls, model=kind, tokenizer=tokenizer, recorder=recorder, **options)
+    dataset = make_dataset(questions)
+    trainer = make_trainer(
+        tmp_path, cls, model=kind, dataset=dataset, tokenizer=tokenizer, recorder=recorder, **options
+    )
     trainer.train()
-    micro_batches = trainer._buffered_inputs
+    is_rloo = cls is ERPORLOOTrainer
     want = naive_gradient(
-        recorder.weights[1], recorder.weights[0], micro_batches, tokenizer, options, kind, cls is ERPORLOOTrainer
+        *recorder.weights[1::-1], trainer._buffered_inputs, tokenizer, options, kind, is_rloo, questions
     )
     # What the step took, against the formula; the regularizer's part of it must be visible at this tolerance
     for name, grad in recorder.grads[1].items():
@@ -272,9 +276,8 @@ def test_a_whole_step_is_the_formula_for_rloo(tmp_path, cache, accumulation):
 
 
 def test_gpt2_trains_on_prompts_of_one_length_and_is_refused_on_padded_ones(tmp_path, cache):
-    same = make_dataset(["1+1=", "2+3=", "4*2=", "9-7="])
-    trainer = make_trainer(tmp_path, model="gpt2", dataset=same, max_steps=2)
-    trainer.train()
+    same = ["1+1=", "2+3=", "4*2=", "9-7="]
+    trainer, _ = assert_step_is_the_formula(tmp_path, kind="gpt2", questions=same, query_kl_coef=1.0)
     assert trainer.state.log_history[0]["query_kl"] < 1e-9
     with pytest.raises(ValueError, match="GPT2LMHeadModel looks positions up by column"):
         make_trainer(tmp_path, model="gpt2").train()
@@ -868,6 +871,22 @@ def test_lora(tmp_path, cache):
     kl = [entry["query_kl"] for entry in trainer.state.log_history if "query_kl" in entry]
     assert kl[0] < 1e-9 and kl[-1] > 1e-6
     assert trainer.ref_model is None and trainer.state.log_history[-2]["policy_kl"] > 1e-6
+
+
+def test_an_adapter_that_is_there_already(tmp_path, cache):
+    """The reference is the model with the adapter as it is when training starts, and not the base model."""
+    from peft import LoraConfig, get_peft_model
+
+    config = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+    torch.manual_seed(3)
+    model = get_peft_model(make_model("qwen2"), config)
+    trainer = make_trainer(tmp_path, model=model, max_steps=3, learning_rate=1e-1, policy_kl_steps=1)
+    base = scored()["ref_query_logp"][:]
+    assert abs(base[0] - trainer.train_dataset[0]["ref_query_logp"]) > 1e-2
+    trainer.train()
+    log = [entry for entry in trainer.state.log_history if "query_kl" in entry]
+    assert log[0]["query_kl"] < 1e-9 and log[-1]["query_kl"] > 1e-6
+    assert log[0]["policy_kl"] < 1e-9 and log[-1]["policy_kl"] > 1e-6
 
 
 def test_prompt_tuning(tmp_path, cache):

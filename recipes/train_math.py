@@ -22,7 +22,7 @@ from trl import ModelConfig, TrlParser, get_peft_config, get_quantization_config
 from trl.rewards import get_soft_overlong_punishment
 
 from erpo_trl import ERPOConfig, ERPORLOOConfig, ERPORLOOTrainer, ERPOTrainer
-from erpo_trl.cards import before_after_evaluation
+from erpo_trl.cards import before_after_evaluation, hub_repo
 from erpo_trl.evaluation import evaluate_model
 from erpo_trl.evaluation.benchmarks import load_benchmark
 from erpo_trl.evaluation.storage import write_text
@@ -74,6 +74,22 @@ def main():
     console = Console(quiet=args.process_index != 0)
     effective = {name: getattr(args, name) for name in method.options}
     console.print(f"[bold]{recipe.method}[/bold]:", ", ".join(f"{k}={v}" for k, v in effective.items()))
+    name = model_args.model_name_or_path
+    if not os.path.isdir(name) and hub_repo(name) is None:
+        raise FileNotFoundError(
+            f"There is no folder {name!r}, and it is no Hub id. Type --model_name_or_path <a folder or a Hub id>."
+        )
+    run = {"method": recipe.method, "model_name_or_path": name, "dataset_name": recipe.dataset_name}
+    checkpoint = last_checkpoint(args, run)
+    if checkpoint:
+        done = json.loads((checkpoint / "trainer_state.json").read_text())["global_step"]
+        console.print(f"Going on from {checkpoint}; --resume_from_checkpoint false starts over.")
+        if 0 < args.max_steps <= done and (Path(args.output_dir) / "trainer_state.json").is_file():
+            console.print(f"All {args.max_steps} steps of this run are done: there is nothing to train.")
+            return
+    if args.process_index == 0:
+        Path(args.output_dir).mkdir(parents=True, exist_ok=True)
+        write_text(Path(args.output_dir) / "run.json", json.dumps(run))
 
     # 2. The data: questions under the paper's prompt, with their gold answers
     tokenizer = AutoTokenizer.from_pretrained(
@@ -109,7 +125,7 @@ def main():
     # 5. Before, train, after
     output_dir = Path(args.output_dir)
     before = evaluate(trainer, recipe, args, console)
-    trainer.train(resume_from_checkpoint=last_checkpoint(args))
+    trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
     after = evaluate(trainer, recipe, args, console)
 
     # 6. Save: the model with its card, the log, a figure, the table; publish
@@ -168,15 +184,29 @@ def load_training_set(recipe, tokenizer, chat_template_kwargs, console):
     return dataset
 
 
-def last_checkpoint(args) -> str | None:
-    """The newest whole checkpoint in `output_dir`, or what `--resume_from_checkpoint` says."""
+def last_checkpoint(args, run: dict) -> Path | None:
+    """
+    The newest whole checkpoint in `output_dir`, or what `--resume_from_checkpoint` says.
+
+    `run.json` says whose run it is: another method, model or dataset does not go on from it.
+    """
     wanted = str(args.resume_from_checkpoint or "true").lower()
     if wanted not in ("true", "false"):
-        return args.resume_from_checkpoint
-    steps = {int(path.name.rpartition("-")[2]): path for path in Path(args.output_dir).glob("checkpoint-*[0-9]")}
+        return Path(args.resume_from_checkpoint)
+    output_dir = Path(args.output_dir)
+    steps = {int(path.name.rpartition("-")[2]): path for path in output_dir.glob("checkpoint-*[0-9]")}
     # `trainer_state.json` is written last: a checkpoint without it was cut off
     whole = [step for step, path in steps.items() if (path / "trainer_state.json").is_file()]
-    return str(steps[max(whole)]) if whole and wanted == "true" else None
+    if not whole or wanted == "false":
+        return None
+    earlier = json.loads((output_dir / "run.json").read_text()) if (output_dir / "run.json").is_file() else run
+    for option, value in run.items():
+        if earlier[option] != value:
+            raise ValueError(
+                f"{output_dir} holds a run with --{option} {earlier[option]}, and this one has {value}. Type another "
+                "--output_dir, or --resume_from_checkpoint false to start over in this one."
+            )
+    return steps[max(whole)]
 
 
 def evaluate(trainer, recipe, args, console) -> list[dict] | None:

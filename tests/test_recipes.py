@@ -85,6 +85,13 @@ def test_a_run_goes_on_from_its_last_whole_checkpoint(launch, tmp_path):
     steps = [entry["step"] for entry in log_of(tmp_path / "out") if "loss" in entry]
     assert steps == [1, 2, 3]
     times = (tmp_path / "out" / "checkpoint-1" / "trainer_state.json").stat().st_mtime_ns
+    weights = (tmp_path / "out" / "model.safetensors").read_bytes()
+    launch("train_math", **options | {"max_steps": 3})  # finished: nothing is trained, nothing overwritten
+    assert (tmp_path / "out" / "model.safetensors").read_bytes() == weights
+    with pytest.raises(
+        ValueError, match="holds a run with --method erpo, and this one has grpo. Type another --output_dir"
+    ):
+        launch("train_math", **options | {"max_steps": 4, "method": "grpo"})
     launch("train_math", **options | {"max_steps": 1, "resume_from_checkpoint": "false"})
     assert (tmp_path / "out" / "checkpoint-1" / "trainer_state.json").stat().st_mtime_ns > times
 
@@ -120,7 +127,7 @@ def test_a_local_dataset_and_a_local_model_of_the_users_own(launch, tmp_path, ca
             ValueError,
             "there are: problem, answer. Type --answer",
         ),
-        ({"model_name_or_path": "./nowhere"}, OSError, "nowhere"),
+        ({"model_name_or_path": "./nowhere"}, FileNotFoundError, "no folder './nowhere'.* Type --model_name_or_path"),
         ({"config": "tinny"}, FileNotFoundError, "tinny.yaml"),
         ({"method": "reinforce", "steps_per_generation": 2}, ValueError, "Type --steps_per_generation 1"),
         ({"query_kl_level": "word"}, (ValueError, SystemExit), None),
